@@ -1,0 +1,40 @@
+"""The package's environment variables, read in one place. Import-light: no torch, no SGLang."""
+
+import os
+
+DISABLE = "DSV41_SPARSE_DISABLE"
+KERNELS = "DSV41_SPARSE_KERNELS"
+SCRATCH_MB = "DSV41_SPARSE_SCRATCH_MB"
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+DEFAULT_SCRATCH_MB = 256
+
+
+def disabled() -> bool:
+    """Whether the off switch is set; an unreadable value raises rather than guessing."""
+    value = os.environ.get(DISABLE, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"{DISABLE}={value!r} is neither true nor false; set it to 1 or 0")
+
+
+def forced_kernels() -> str | None:
+    """The kernel set the user forces, or None to choose by GPU capability."""
+    return os.environ.get(KERNELS, "").strip() or None
+
+
+def scratch_bytes() -> int:
+    """Budget in bytes of each logits scratch buffer (dense and compact)."""
+    value = os.environ.get(SCRATCH_MB, "").strip()
+    if not value:
+        return DEFAULT_SCRATCH_MB << 20
+    try:
+        megabytes = int(value)
+    except ValueError:
+        megabytes = 0
+    if megabytes < 1:
+        raise ValueError(f"{SCRATCH_MB}={value!r} is not a positive whole number of MiB; for example {SCRATCH_MB}=256")
+    return megabytes << 20
