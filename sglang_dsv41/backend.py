@@ -1,0 +1,102 @@
+"""The attention backend: SGLang's DeepSeek-V4 backend with our candidate objects in place of its own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+from sglang.srt.runtime_context import get_schedule, get_spec
+
+from . import envs, requirements
+from .geometry import CandidateGeometry
+from .indexer import SparseCandidateIndexer
+from .kernels import kernel_set_class
+from .rows import RowBuffers
+
+logger = logging.getLogger(__name__)
+
+
+class SparseCandidates:
+    """What makes a DeepSeek-V4 backend score candidates only; mixed in before the stock class."""
+
+    def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        facts = requirements.gather(model_runner)
+        requirements.check(facts)
+        super().__init__(model_runner, *args, **kwargs)
+        self.candidate_geometry = geometry = facts.geometry
+        self.row_buffers = allocate_rows(self, geometry)
+        kernels = kernel_set_class(requirements.kernel_set_of(facts))(geometry, self.row_buffers)
+        self.candidate_indexer = SparseCandidateIndexer(
+            geometry=geometry,
+            kernels=kernels,
+            buffers=self.row_buffers,
+            token_to_kv_pool=self.token_to_kv_pool,
+            page_size=self.page_size,
+            prefill_source=self.prefill_candidates,
+        )
+        self.prefill_candidates = self.decode_candidates = self.candidate_indexer
+        logger.info(
+            "dsv41-sparse: %s. Kernels: %s, index-K pages of %d. Buffers: %.1f MiB for %d rows, consumers score %d rows a pass.",
+            geometry.describe(),
+            kernels.name,
+            facts.index_page,
+            self.row_buffers.nbytes / 2**20,
+            self.row_buffers.max_rows,
+            self.row_buffers.rows_per_pass,
+        )
+
+
+class Dsv41SparseAttnBackend(SparseCandidates, DeepseekV4AttnBackend):
+    """``--attention-backend dsv41-sparse`` over SGLang's FlashMLA DeepSeek-V4 attention."""
+
+
+def allocate_rows(backend: Any, geometry: CandidateGeometry) -> RowBuffers:
+    """Row buffers for the server's own limits: its requests, draft tokens, prefill chunk and context."""
+    requests = backend.req_to_token.shape[0]
+    decode_rows = requests * (get_spec().speculative_num_draft_tokens or 1)
+    # A mixed chunk adds the running requests' rows.
+    extend_rows = get_schedule().chunked_prefill_size + requests
+    # Whole KV pages: the dense pass reads SGLang's page table, which is that wide.
+    context = -(-backend.req_to_token.shape[1] // backend.page_size) * backend.page_size // geometry.ratio
+    return RowBuffers(
+        geometry,
+        max_rows=max(decode_rows, extend_rows),
+        scratch_bytes=envs.scratch_bytes(),
+        max_context=context,
+        dense_rows=decode_rows,
+        device=backend.device,
+    )
+
+
+@functools.cache
+def sparse_backend_class(base: type) -> type:
+    """Our backend over ``base``, SGLang's DeepSeek-V4 backend or one of its attention variants (SM100)."""
+    if base is DeepseekV4AttnBackend:
+        return Dsv41SparseAttnBackend
+    return type(f"Dsv41Sparse{base.__name__}", (SparseCandidates, base), {"__doc__": SparseCandidates.__doc__})
+
+
+def create_backend(model_runner: Any) -> DeepseekV4AttnBackend:
+    """The backend of a runner: ours for the target model, SGLang's own for a draft model.
+
+    Raises:
+        RequirementsError: the engine cannot be served; one message names every unmet requirement.
+    """
+    from sglang.srt.layers.attention.deepseek_v4_trtllm_backend import (
+        DeepseekV4MegaAttnBackend,
+        DeepseekV4TrtllmAttnBackend,
+        create_deepseek_v4_attn_backend,
+        is_dsv4_mega_attn_enabled,
+        is_dsv4_trtllm_attn_enabled,
+    )
+
+    if model_runner.is_draft_worker:
+        return create_deepseek_v4_attn_backend(model_runner)
+    base = DeepseekV4AttnBackend
+    if is_dsv4_trtllm_attn_enabled():
+        base = DeepseekV4TrtllmAttnBackend
+    elif is_dsv4_mega_attn_enabled():
+        base = DeepseekV4MegaAttnBackend
+    return sparse_backend_class(base)(model_runner)

@@ -1,0 +1,168 @@
+"""The two-level indexer: the four publish/consume calls that SGLang's DeepSeek-V4 backend makes.
+
+A source publishes one ``CandidateSchedule`` a step; the consumers of the step score its blocks only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from sglang.srt.layers.attention.dsv4.v41_indexer.scoring import prefill_index_plan
+from sglang.srt.layers.attention.dsv4.v41_indexer.types import DecodeInputs, PrefillInputs
+
+from .geometry import CandidateGeometry
+from .kernels import KernelSet, PagedKeys
+from .rows import RowBuffers, SparseRows
+from .schedule import CandidateSchedule
+
+
+class SparseCandidateIndexer:
+    """SGLang's ``PrefillCandidates`` and ``DecodeCandidates`` in one object.
+
+    Args:
+        geometry: candidate geometry of the model.
+        kernels: the device's kernel set.
+        buffers: scratch shared by all layers.
+        token_to_kv_pool: SGLang's pool; index K is read from it, nothing of ours is kept between steps.
+        page_size: KV page of SGLang, tokens (256).
+        prefill_source: SGLang's own prefill candidates, whose publish scores the source of an extend.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometry: CandidateGeometry,
+        kernels: KernelSet,
+        buffers: RowBuffers,
+        token_to_kv_pool: Any,
+        page_size: int,
+        prefill_source: Any,
+    ) -> None:
+        self.geometry = geometry
+        self.kernels = kernels
+        self.buffers = buffers
+        self.token_to_kv_pool = token_to_kv_pool
+        self.page_size = page_size
+        self.prefill_source = prefill_source
+
+    # ---- decode and verify ----
+
+    def publish_decode(self, inputs: DecodeInputs) -> CandidateSchedule:
+        """Score the visible context of each row, select its own top-k and publish its candidate blocks."""
+        kernels = self.kernels
+        rows = self._decode_rows(inputs)
+        queries, keys = kernels.project(inputs), self._keys(inputs)
+        for tile, logits in kernels.dense_logits_tiles(queries, keys, rows):
+            kernels.select_visible(logits, rows, tile, inputs.out_page_indices)
+            kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+        _pad_rows(inputs.out_page_indices, rows.num_rows)
+        return CandidateSchedule(rows=rows, geometry=self.geometry)
+
+    def consume_decode(self, inputs: DecodeInputs, published: Optional[CandidateSchedule]) -> None:
+        """Select the top-k of each row among its published blocks."""
+        mode = "verify" if inputs.is_verify else "decode"
+        schedule = self._checked(published, inputs, mode)
+        if schedule is None:
+            inputs.reset_outputs()
+            return
+        self._consume(inputs, schedule, mode, out_positions=None, out_slots=inputs.out_page_indices)
+        _pad_rows(inputs.out_page_indices, schedule.rows.num_rows)
+
+    # ---- extend ----
+
+    def publish_prefill(self, inputs: PrefillInputs) -> Optional[CandidateSchedule]:
+        """SGLang's own dense pass over the chunk; its blocks become our schedule."""
+        chosen = self.prefill_source.publish_prefill(inputs)
+        rows = self._prefill_rows(inputs)
+        if rows is None or chosen is None:
+            return None
+        self.kernels.expand(chosen.blocks[: rows.num_rows], rows, slice(0, rows.num_rows))
+        return CandidateSchedule(rows=rows, geometry=self.geometry)
+
+    def consume_prefill(self, inputs: PrefillInputs, published: Optional[CandidateSchedule]) -> None:
+        """Select the top-k of each row of the chunk among its published blocks."""
+        inputs.reset_outputs()
+        schedule = self._checked(published, inputs, "extend")
+        if schedule is None:
+            return
+        self._consume(
+            inputs, schedule, "extend", out_positions=inputs.out_raw_indices, out_slots=inputs.out_page_indices
+        )
+
+    # ---- shared ----
+
+    def _consume(self, inputs, schedule: CandidateSchedule, mode: str, *, out_positions, out_slots) -> None:
+        kernels, rows = self.kernels, schedule.rows
+        queries, keys = kernels.project(inputs), self._keys(inputs)
+        if rows.kernel_metadata is None:
+            rows.kernel_metadata = kernels.plan(rows, keys)
+        for tile in kernels.passes(rows.num_rows):
+            logits = kernels.sparse_logits(queries, keys, rows, tile)
+            kernels.select_candidates(logits, rows, tile, out_positions=out_positions, out_slots=out_slots)
+        kernels.calls[f"consume_{mode}"] += 1
+
+    def _checked(self, published: Optional[CandidateSchedule], inputs, mode: str) -> Optional[CandidateSchedule]:
+        """The schedule, or None where there is nothing to select.
+
+        Raises:
+            RuntimeError: rows that see positions have no schedule, or another row set's.
+        """
+        count = inputs.positions.shape[0]
+        if published is None:
+            # An idle rank publishes nothing; so does a chunk that sees no compressed position yet.
+            lens = getattr(inputs, "seq_lens_cpu", None)
+            if count == 0 or (lens is not None and max(lens, default=0) < inputs.compress_ratio):
+                return None
+            raise RuntimeError(
+                f"dsv41-sparse: {mode} layer {inputs.layer_id} consumes candidates for {count} rows, but source layer "
+                f"{self.geometry.source_layer} published none in this step"
+            )
+        if published.rows.num_rows != count:
+            raise RuntimeError(
+                f"dsv41-sparse: {mode} layer {inputs.layer_id} has {count} rows, the published schedule "
+                f"{published.rows.num_rows}; a schedule serves only the rows it was made for (see CandidateSchedule.tail)"
+            )
+        return published if count else None
+
+    def _keys(self, inputs) -> PagedKeys:
+        pool = self.token_to_kv_pool
+        return PagedKeys(
+            pool=pool.get_index_k_with_scale_buffer(inputs.layer_id),
+            page_slots=pool.get_index_k_page_size(inputs.compress_ratio),
+        )
+
+    def _decode_rows(self, inputs: DecodeInputs) -> SparseRows:
+        metadata = inputs.paged_metadata
+        return self.buffers.rows(
+            inputs.positions,
+            ratio=inputs.compress_ratio,
+            block_table=metadata.page_table,
+            table_slots=metadata.compressed_page_size,
+            request_rows=inputs.req_rows,
+            paged_metadata=metadata,
+            is_verify=inputs.is_verify,
+        )
+
+    def _prefill_rows(self, inputs: PrefillInputs) -> Optional[SparseRows]:
+        plans = inputs.index_plans
+        plan = plans.get(inputs.compress_ratio) if plans is not None else None
+        if plan is None:
+            plan = prefill_index_plan(inputs)
+            if plan is None:
+                return None
+            if plans is not None:
+                plans[inputs.compress_ratio] = plan
+        return self.buffers.rows(
+            inputs.positions,
+            ratio=inputs.compress_ratio,
+            block_table=inputs.kv_page_table,
+            table_slots=self.page_size // inputs.compress_ratio,
+            request_starts=plan.request_starts,
+            rows_per_request=inputs.rows_per_request,
+        )
+
+
+def _pad_rows(out, rows: int) -> None:
+    """-1 in the output rows past the live ones; no launch where there are none."""
+    if out.shape[0] > rows:
+        out[rows:] = -1
