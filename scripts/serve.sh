@@ -38,10 +38,7 @@ case "$model" in
         options+=(--load-format dummy --context-length 262144 --mem-fraction-static 0.8 --cuda-graph-max-bs-decode 32
             --disable-flashinfer-autotune)
         ;;
-    *)
-        # The checkpoint's own context limit and SGLang's own memory and graph defaults.
-        options+=(--trust-remote-code)
-        ;;
+    *) ;; # the checkpoint's own context limit, SGLang's own memory and graph defaults
 esac
 set -x
 exec "$python" -m sglang.launch_server --model-path "$model" "${options[@]}" "$@"
