@@ -1,0 +1,166 @@
+"""Entry point of the group ``sglang.srt.plugins``: makes ``--attention-backend dsv41-sparse`` a choice of SGLang.
+
+SGLang calls ``register`` once in each process, before arguments are parsed. Importing this module imports nothing of
+SGLang, and registering imports no GPU library: the backend is imported when a model runner asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Optional
+
+from . import envs, seams
+
+logger = logging.getLogger(__name__)
+
+NAME = "dsv41-sparse"
+# SGLang's own backend for the model, whose conventions ours has.
+STOCK = "dsv4"
+# SGLang renames DeepseekV41ForCausalLM to this when it reads a V4.1 config.
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+CHOICE_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+_registered = False
+
+
+def register() -> None:
+    """Register the backend, or log at ERROR why SGLang will not know its name; idempotent, never raises."""
+    global _registered
+    if _registered:
+        return
+    try:
+        if envs.disabled():
+            logger.warning("%s is set: SGLang will not accept --attention-backend %s.", envs.DISABLE, NAME)
+            return
+        mismatches = seams.check()
+        if mismatches:
+            logger.error(_refusal("; ".join(map(str, mismatches))))
+            return
+        _warn_if_untested()
+        _register()
+        _registered = True
+    except Exception as error:
+        logger.exception(_refusal(f"{type(error).__name__}: {error}"))
+
+
+def create_backend(model_runner: Any) -> Any:
+    """The attention backend of a model runner, by SGLang's registry."""
+    from . import backend
+
+    return backend.create_backend(model_runner)
+
+
+def keep_choice(server_args: Any, hf_config: Any) -> dict[str, str]:
+    """Model override: declares what the user chose, after SGLang's override declared its own backend."""
+    kept = {field: NAME for field in CHOICE_FIELDS if getattr(server_args, field, None) == NAME}
+    for field in kept:
+        logger.info("Keeping --%s %s for %s.", field.replace("_", "-"), NAME, hf_config.architectures[0])
+    return kept
+
+
+def _register() -> None:
+    # Everything that can fail comes before the first registration, so that it is all or nothing.
+    from sglang.srt.arg_groups import choices
+
+    # Providers answer in registration order and the last one wins: SGLang's goes first.
+    import sglang.srt.arg_groups.model_overrides.deepseek_v4  # noqa: F401
+    from sglang.srt.arg_groups.model_override_base import register_model_override
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(create_backend)
+    register_model_override(ARCHITECTURE)(keep_choice)
+    after_import("sglang.srt.layers.cp.base", _patch_cp_kind)
+    after_import("sglang.srt.speculative.draft_utils", _patch_draft_maps)
+
+
+def _patch_cp_kind(module: ModuleType) -> None:
+    """Context parallelism asks for a calling convention by name; ours is that of SGLang's backend."""
+    kind = module.CPAttentionBackendKind
+    original = kind.from_string.__func__
+
+    @functools.wraps(original)
+    def from_string(cls: type, value: str) -> Any:
+        return original(cls, STOCK if value == NAME else value)
+
+    kind.from_string = classmethod(from_string)
+
+
+def _patch_draft_maps(module: ModuleType) -> None:
+    """Draft models inherit the target's backend name; they keep SGLang's own backend."""
+    factory = module.DraftBackendFactory
+    original = factory._create_backend
+
+    @functools.wraps(original)
+    def _create_backend(self: Any, backend_name: str, backend_map: dict, *args: Any, **kwargs: Any) -> Any:
+        if STOCK in backend_map:
+            backend_map = {**backend_map, NAME: backend_map[STOCK]}
+        return original(self, backend_name, backend_map, *args, **kwargs)
+
+    factory._create_backend = _create_backend
+
+
+def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
+    """Patch a module when it is imported, or now if it is.
+
+    SGLang's own hook registry imports each target when plugins are loaded; these targets bring in GPU libraries.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        patch(module)
+    else:
+        sys.meta_path.insert(0, _PatchingFinder(name, patch))
+
+
+class _PatchingFinder(importlib.abc.MetaPathFinder):
+    """Finds one module as usual and patches it after it has run."""
+
+    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self.patch = patch
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
+        if fullname != self.name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self.patch(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _warn_if_untested() -> None:
+    from packaging.specifiers import SpecifierSet
+
+    version = seams.installed_version()
+    if version is not None and not SpecifierSet(seams.SUPPORTED).contains(version, prereleases=True):
+        logger.warning(
+            "dsv41-sparse was tested with SGLang %s and SGLang %s is installed. Every name that it relies on is there, so "
+            "it is registered; watch its first outputs.",
+            seams.SUPPORTED,
+            version,
+        )
+
+
+def _refusal(reason: str) -> str:
+    return (
+        f"dsv41-sparse is NOT registered: SGLang will answer `--attention-backend {NAME}` with 'invalid choice'. "
+        f"This release of sglang-dsv41 supports SGLang {seams.SUPPORTED}, installed is "
+        f"{seams.installed_version() or 'no SGLang that Python knows of'}. What does not fit: {reason}. "
+        f"Install sglang==0.5.23, or a release of sglang-dsv41 that names your SGLang version."
+    )
