@@ -328,3 +328,27 @@ def test_released_geometry_on_gpu():
             a, b = ours[row, :end].double(), theirs[row, :end].double()
             error = (a - b).abs() / b.abs().max()
             assert error.max() < 2e-2 and error.flatten().kthvalue(max(1, int(0.99 * end))).values < 1e-2
+
+
+@pytest.mark.parametrize("exponents", [(120, 130), (100, 150)])
+def test_fp8_products_equal_bf16_products(exponents):
+    """The FP8 path of the scoring kernel, used on Hopper, against the bf16 path: the same logits."""
+    from sglang_dsv41.kernels.portable import paged_index_logits
+
+    device = "cuda" if "portable-cuda" in DEVICES else "cpu"
+    lens = [200, 65, 1, 0]
+    problem = make_problem(lens, device=device, exponents=exponents)
+    rows = problem.rows
+    outs = []
+    for fp8 in (True, False):
+        out = torch.full((4, 256), math.nan, dtype=torch.bfloat16, device=device)
+        paged_index_logits(problem.queries, problem.keys, rows.block_table, 64, rows.lens, out, fp8=fp8)
+        outs.append(out)
+    for row, length in enumerate(lens):
+        a, b = outs[0][row, :length].cpu().double(), outs[1][row, :length].cpu().double()
+        if length:
+            # Products are exact on both paths; the fp32 sums may round differently, by one bf16 step at most.
+            assert ((a - b).abs() <= 2**-7 * b.abs().max()).all()
+            expected = dense_scores(problem, row)
+            close(a, expected, expected.abs().max().item())
+        assert outs[0][row, length:].isnan().all() and outs[1][row, length:].isnan().all()
