@@ -35,8 +35,9 @@ class SparseCandidates:
             token_to_kv_pool=self.token_to_kv_pool,
             page_size=self.page_size,
             prefill_source=self.prefill_candidates,
+            full_topk=self.full_topk_indexer,
         )
-        self.prefill_candidates = self.decode_candidates = self.candidate_indexer
+        self.prefill_candidates = self.decode_candidates = self.full_topk_indexer = self.candidate_indexer
         logger.info(
             "dsv41-sparse: %s. Kernels: %s, index-K pages of %d. Buffers: %.1f MiB for %d rows, consumers score %d rows a pass.",
             geometry.describe(),

@@ -1,4 +1,4 @@
-"""The two-level indexer: the four publish/consume calls that SGLang's DeepSeek-V4 backend makes.
+"""The two-level indexer: the publish/consume calls that SGLang's DeepSeek-V4 backend makes, and its full top-k.
 
 A source publishes one ``CandidateSchedule`` a step; the consumers of the step score its blocks only.
 """
@@ -17,7 +17,7 @@ from .schedule import CandidateSchedule
 
 
 class SparseCandidateIndexer:
-    """SGLang's ``PrefillCandidates`` and ``DecodeCandidates`` in one object.
+    """SGLang's ``PrefillCandidates``, ``DecodeCandidates`` and full top-k indexer in one object.
 
     Args:
         geometry: candidate geometry of the model.
@@ -26,6 +26,7 @@ class SparseCandidateIndexer:
         token_to_kv_pool: SGLang's pool; index K is read from it, nothing of ours is kept between steps.
         page_size: KV page of SGLang, tokens (256).
         prefill_source: SGLang's own prefill candidates, whose publish scores the source of an extend.
+        full_topk: SGLang's full top-k indexer, which keeps the extend of the layers outside the scheme.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SparseCandidateIndexer:
         token_to_kv_pool: Any,
         page_size: int,
         prefill_source: Any,
+        full_topk: Any,
     ) -> None:
         self.geometry = geometry
         self.kernels = kernels
@@ -44,6 +46,7 @@ class SparseCandidateIndexer:
         self.token_to_kv_pool = token_to_kv_pool
         self.page_size = page_size
         self.prefill_source = prefill_source
+        self.full_topk = full_topk
 
     # ---- decode and verify ----
 
@@ -89,6 +92,21 @@ class SparseCandidateIndexer:
             inputs, schedule, "extend", out_positions=inputs.out_raw_indices, out_slots=inputs.out_page_indices
         )
 
+    # ---- layers outside the scheme ----
+
+    def topk_decode(self, inputs: DecodeInputs) -> None:
+        """Full top-k of a decode or verify row, through the same dense pass as the source."""
+        kernels = self.kernels
+        rows = self._decode_rows(inputs, scheduled=False)
+        queries, keys = kernels.project(inputs), self._keys(inputs)
+        for tile, logits in kernels.dense_logits_tiles(queries, keys, rows):
+            kernels.select_visible(logits, rows, tile, inputs.out_page_indices)
+        _pad_rows(inputs.out_page_indices, rows.num_rows)
+
+    def topk_prefill(self, inputs: PrefillInputs) -> None:
+        """Full top-k of an extend: SGLang's own way."""
+        self.full_topk.topk_prefill(inputs)
+
     # ---- shared ----
 
     def _consume(self, inputs, schedule: CandidateSchedule, mode: str, *, out_positions, out_slots) -> None:
@@ -131,7 +149,7 @@ class SparseCandidateIndexer:
             page_slots=pool.get_index_k_page_size(inputs.compress_ratio),
         )
 
-    def _decode_rows(self, inputs: DecodeInputs) -> SparseRows:
+    def _decode_rows(self, inputs: DecodeInputs, scheduled: bool = True) -> SparseRows:
         metadata = inputs.paged_metadata
         return self.buffers.rows(
             inputs.positions,
@@ -141,6 +159,7 @@ class SparseCandidateIndexer:
             request_rows=inputs.req_rows,
             paged_metadata=metadata,
             is_verify=inputs.is_verify,
+            scheduled=scheduled,
         )
 
     def _prefill_rows(self, inputs: PrefillInputs) -> Optional[SparseRows]:

@@ -104,9 +104,12 @@ class RowBuffers:
     def _allocate_rows(self, max_rows: int) -> None:
         geometry = self.geometry
         self.max_rows = max_rows
-        self._row_ks = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self._zeros = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self._row_ks = self._empty(max_rows)
         self._row_ke = self._empty(max_rows)
         self._lens = self._empty(max_rows)
+        # Full top-k layers run between steps' schedules; their lengths must not overwrite a schedule in use.
+        self._full_lens = self._empty(max_rows)
         self._end = self._empty(max_rows)
         self._row_indices = self._empty(max_rows)
         self._row_ids = torch.arange(max_rows, dtype=torch.int32, device=self.device)
@@ -156,6 +159,7 @@ class RowBuffers:
         rows_per_request: Optional[list[int]] = None,
         paged_metadata: Optional[Any] = None,
         is_verify: bool = False,
+        scheduled: bool = True,
     ) -> SparseRows:
         """The rows of one call, their lengths computed on the device without a host read.
 
@@ -166,19 +170,20 @@ class RowBuffers:
             table_slots: positions an entry of ``block_table`` covers; its width bounds ``lens``.
             request_rows: [rows] int, ``req_to_token`` row of each row (decode and verify).
             request_starts: [rows] int32, first flattened-K column of each row's request (extend).
+            scheduled: whether the rows carry a schedule; a full top-k layer's do not, and leave the step's alone.
         """
         count = positions.shape[0]
         self.reserve(count)
-        lens, row_ks, row_ke = self._lens[:count], self._row_ks[:count], self._row_ke[:count]
+        lens = (self._lens if scheduled else self._full_lens)[:count]
         torch.add(positions, 1, out=lens)
         if ratio != 1:
             lens.floor_divide_(ratio)
         # A poisoned position of a padded row must not reach past its page-table line.
         lens.clamp_(0, block_table.shape[1] * table_slots)
         if request_starts is None:
-            row_ks.zero_()
-            row_ke = lens
+            row_ks, row_ke = self._zeros[:count], lens
         else:
+            row_ks, row_ke = self._row_ks[:count], self._row_ke[:count]
             row_ks.copy_(request_starts)
             torch.add(row_ks, lens, out=row_ke)
         row_indices = None

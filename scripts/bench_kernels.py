@@ -1,0 +1,297 @@
+#!/usr/bin/env python3
+"""Kernel times of the index layers: SGLang's Hopper kernels and ours, interleaved in one run under CUDA graph replay.
+
+    python scripts/bench_kernels.py                                  # every case -> benchmarks/results/kernels.json
+    python scripts/bench_kernels.py --cases 'consumer_pass 8x131072' --rounds 5
+
+Needs one CUDA GPU and SGLang 0.5.23. Each case rotates over several input sets whose keys together exceed the L2 cache;
+a sample is the mean over one replay of a graph that runs every set once; medians of the samples are reported. `bytes`
+counts what a case must read and write at least: packed keys, scales and logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from scripts.results import ResultFile
+from sglang_dsv41.geometry import CandidateGeometry
+from sglang_dsv41.kernels import IndexQueries, PagedKeys
+from sglang_dsv41.kernels.portable import PortableKernels
+from sglang_dsv41.rows import RowBuffers, SparseRows
+
+GEOMETRY = CandidateGeometry(topk_blocks=2048, block_size=8, topk=512, heads=32, source_layer=20, consumer_layers=(24,))
+PAGE_SLOTS = 64
+KEY_BYTES = 68
+SHAPES = [(1, 131072), (8, 131072), (32, 131072), (128, 131072), (8, 1048576), (32, 262144)]
+DENSE_SHAPES = [(1, 131072), (8, 131072), (32, 131072), (8, 1048576)]
+# The input sets of a case together read about this much, several times the L2 cache.
+ROTATED_BYTES = 300 << 20
+MAX_SETS = 16
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclasses.dataclass
+class Inputs:
+    """One input set: ours in `queries` and `rows`, SGLang's in the rest."""
+
+    queries: IndexQueries
+    rows: SparseRows
+    request: torch.Tensor  # [rows] int64
+    mask: torch.Tensor  # [rows, context] bool
+    blocks: torch.Tensor  # [rows, 2048] int32
+    out_slots: torch.Tensor  # [rows, 512] int32
+
+
+class Case:
+    """Shapes, pool, page tables and input sets of one benchmark case."""
+
+    def __init__(self, requests: int, context: int, group: int = 1, *, dense: bool) -> None:
+        device = torch.device("cuda")
+        self.rows, self.context, self.requests = requests * group, context, requests
+        read = self.rows * GEOMETRY.columns * KEY_BYTES if not dense else requests * context * KEY_BYTES
+        self.num_sets = max(1, min(MAX_SETS, -(-ROTATED_BYTES // read)))
+        # Sets of a dense case need keys of their own; those of a sparse case differ by their blocks in a large pool.
+        pools = self.num_sets if dense else max(1, min(self.num_sets, ROTATED_BYTES // (requests * context * KEY_BYTES)))
+        generator = torch.Generator(device=device).manual_seed(0)
+        pages = pools * requests * context // PAGE_SLOTS + 1
+        pool = torch.randint(0, 256, (pages, PAGE_SLOTS * KEY_BYTES), dtype=torch.uint8, device=device, generator=generator)
+        pool[:, PAGE_SLOTS * 64 :] = torch.randint(
+            118, 128, (pages, PAGE_SLOTS * 4), dtype=torch.uint8, device=device, generator=generator
+        )
+        self.keys = PagedKeys(pool, PAGE_SLOTS)
+        order = torch.randperm(pages - 1, device=device, generator=generator) + 1
+        table = order.view(pools * requests, -1).to(torch.int32)
+        # SGLang's Hopper kernel reads a token table; ratio 1, so a token is a position.
+        within = torch.arange(context, device=device, dtype=torch.int32)
+        self.req_to_token = table.repeat_interleave(PAGE_SLOTS, dim=1) * PAGE_SLOTS + within % PAGE_SLOTS
+        self.buffers = RowBuffers(
+            GEOMETRY,
+            max_rows=self.rows * self.num_sets,
+            scratch_bytes=1 << 30,
+            max_context=context,
+            dense_rows=self.rows,
+            device=device,
+        )
+        self.kernels = PortableKernels(GEOMETRY, self.buffers)
+        self.sets = [self._inputs(i, i % pools, table, generator) for i in range(self.num_sets)]
+
+    def _inputs(self, index: int, pool: int, table: torch.Tensor, generator: torch.Generator) -> Inputs:
+        device, rows, context = table.device, self.rows, self.context
+        grid = torch.tensor(E2M1, device=device)
+        q = grid[torch.randint(0, 16, (rows, 32, 128), device=device, generator=generator)]
+        scale = torch.randint(-3, 3, (rows, 32, 4), device=device, generator=generator)
+        q = q * torch.exp2(scale.float()).repeat_interleave(32, dim=-1)
+        weights = torch.randn(rows, 32, device=device, generator=generator) * 0.05
+        request = torch.arange(pool * self.requests, (pool + 1) * self.requests, device=device)
+        request = request.repeat_interleave(rows // self.requests)
+        at = slice(index * rows, (index + 1) * rows)
+        lens = torch.full((rows,), context, dtype=torch.int32, device=device)
+        sparse = SparseRows(
+            row_ks=torch.zeros_like(lens),
+            row_ke=lens,
+            lens=lens,
+            block_table=table[request],
+            table_slots=PAGE_SLOTS,
+            sparse_indices=self.buffers._sparse_indices[at],
+            physical_blocks=self.buffers._physical_blocks[at],
+            end=self.buffers._end[at],
+        )
+        count = context // GEOMETRY.block_size
+        blocks = torch.stack(
+            [torch.randperm(count, device=device, generator=generator)[: GEOMETRY.topk_blocks] for _ in range(rows)]
+        ).to(torch.int32)
+        blocks[:, 0] = torch.where((blocks == count - 1).any(1), blocks[:, 0], count - 1)
+        self.kernels.expand(blocks, sparse, slice(0, rows))
+        from sglang.kernels.ops.attention.dsv4.candidate_blocks import candidate_block_mask
+
+        return Inputs(
+            queries=IndexQueries(q.to(torch.bfloat16), weights.to(torch.bfloat16)),
+            rows=sparse,
+            request=request,
+            mask=candidate_block_mask(blocks, context, GEOMETRY.block_size),
+            blocks=blocks,
+            out_slots=torch.empty((rows, GEOMETRY.topk), dtype=torch.int32, device=device),
+        )
+
+    # ---- ours ----
+
+    def ours_sparse(self, s: Inputs):
+        return self.kernels.sparse_logits(s.queries, self.keys, s.rows, slice(0, self.rows))
+
+    def ours_consumer(self, s: Inputs):
+        logits = self.ours_sparse(s)
+        self.kernels.select_candidates(
+            logits, s.rows, slice(0, self.rows), out_positions=None, out_slots=s.out_slots
+        )
+
+    def ours_dense(self, s: Inputs):
+        for _, logits in self.kernels.dense_logits_tiles(s.queries, self.keys, s.rows):
+            pass
+        return logits
+
+    def ours_source(self, s: Inputs):
+        for tile, logits in self.kernels.dense_logits_tiles(s.queries, self.keys, s.rows):
+            self.kernels.select_visible(logits, s.rows, tile, s.out_slots)
+            self.kernels.expand(self.kernels.choose_blocks(logits, s.rows, tile), s.rows, tile)
+
+    # ---- SGLang's ----
+
+    def stock_logits(self, s: Inputs, mask=None):
+        from sglang.kernels.ops.attention.dsv4.fp4_indexer import fp4_index_logits_paged
+
+        return fp4_index_logits_paged(
+            s.queries.q,
+            s.queries.weights,
+            s.request,
+            self.req_to_token,
+            s.rows.lens,
+            self.keys.pool,
+            PAGE_SLOTS,
+            self.context,
+            1,
+            mask,
+        )
+
+    def stock_sparse(self, s: Inputs):
+        return self.stock_logits(s, s.mask)
+
+    def stock_select(self, s: Inputs, scores, masked: bool):
+        from sglang.kernels.ops.attention.dsv4.fp4_indexer import finish_paged_indexer_topk
+        from sglang.kernels.ops.attention.dsv4.topk import plan_topk_v2, topk_transform_paged_v2
+
+        plan = plan_topk_v2(s.rows.lens)
+        picks = torch.empty((self.rows, GEOMETRY.topk), dtype=torch.int32, device=scores.device)
+        topk_transform_paged_v2(scores, s.rows.lens, None, picks, 1, plan)
+        finish_paged_indexer_topk(
+            picks, scores, s.rows.lens, s.request, self.req_to_token, s.out_slots, None, 1, masked
+        )
+
+    def stock_consumer(self, s: Inputs):
+        self.stock_select(s, self.stock_sparse(s), True)
+
+    def stock_dense(self, s: Inputs):
+        return self.stock_logits(s)
+
+    def stock_source(self, s: Inputs):
+        from sglang.kernels.ops.attention.dsv4.candidate_blocks import amax_topk_blocks, candidate_block_mask
+
+        scores = self.stock_logits(s)
+        blocks = amax_topk_blocks(scores, s.rows.lens, (s.rows.lens + 7) // 8, GEOMETRY.topk_blocks)
+        candidate_block_mask(blocks, self.context, GEOMETRY.block_size)
+        self.stock_select(s, scores, False)
+
+    def check(self, kind: str) -> None:
+        """Both sides must compute the same before they are timed."""
+        s = self.sets[0]
+        if kind in ("dense_logits", "verify_dense", "source_pass"):
+            a, b = self.ours_dense(s)[:, : self.context].double(), self.stock_dense(s)[:, : self.context].double()
+        else:
+            a, b = self.ours_sparse(s).double(), self.stock_sparse(s).double()
+            column = torch.arange(GEOMETRY.columns, device=a.device)
+            at = s.rows.sparse_indices.long()[:, column // 8] * 8 + column % 8
+            b = b.gather(1, at.clamp_max(self.context - 1))
+        error = ((a - b).abs() / b.abs().amax(1, keepdim=True)).max().item()
+        equal = (a == b).double().mean().item()
+        print(f"  checked: {equal:.4%} of logits equal bit for bit, largest difference {error:.2e} of the row's largest")
+        if not error < 2e-2:
+            raise SystemExit(f"{kind}: our logits differ from SGLang's by {error} of the row's largest")
+
+
+# case kind -> (stock method, our method, dense reads)
+KINDS = {
+    "sparse_logits": ("stock_sparse", "ours_sparse", False),
+    "consumer_pass": ("stock_consumer", "ours_consumer", False),
+    "dense_logits": ("stock_dense", "ours_dense", True),
+    "verify_dense": ("stock_dense", "ours_dense", True),
+    "source_pass": ("stock_source", "ours_source", True),
+}
+
+
+def all_cases() -> list[str]:
+    names = [f"{kind} {r}x{c}" for kind in ("sparse_logits", "consumer_pass") for r, c in SHAPES]
+    names += [f"{kind} {r}x{c}" for kind in ("dense_logits", "source_pass") for r, c in DENSE_SHAPES]
+    return [*names, "verify_dense 8x6x131072"]
+
+
+def graph_of(function, sets) -> torch.cuda.CUDAGraph:
+    """A graph that runs `function` once over every input set."""
+    for s in sets:
+        function(s)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for s in sets:
+            function(s)
+    return graph
+
+
+def sample(graph: torch.cuda.CUDAGraph, runs: int) -> float:
+    """Microseconds of one run within one replay."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1000 / runs
+
+
+def least_bytes(kind: str, case: Case) -> int:
+    if kind in ("sparse_logits", "consumer_pass"):
+        logits = case.rows * GEOMETRY.columns * 2
+        return case.rows * (GEOMETRY.columns * KEY_BYTES + GEOMETRY.kernel_blocks * 4) + logits
+    return case.requests * case.context * KEY_BYTES + case.rows * case.context * 2
+
+
+def run_case(name: str, rounds: int, results: ResultFile) -> None:
+    kind, shape = name.split()
+    numbers = [int(n) for n in shape.split("x")]
+    requests, group, context = numbers[0], (numbers[1] if len(numbers) == 3 else 1), numbers[-1]
+    stock, ours, dense = KINDS[kind]
+    case = Case(requests, context, group, dense=dense)
+    print(f"{name}: {case.num_sets} input sets", flush=True)
+    case.check(kind)
+    graphs = {side: graph_of(getattr(case, method), case.sets) for side, method in (("stock", stock), ("ours", ours))}
+    for graph in graphs.values():
+        graph.replay()
+    torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {"stock": [], "ours": []}
+    for _ in range(rounds):
+        for side, graph in graphs.items():
+            samples[side].append(sample(graph, case.num_sets))
+    row = results.add(name, "us", **samples, bytes=least_bytes(kind, case))
+    print(f"  stock {row['stock']} us, ours {row['ours']} us, {row['ratio']}x, {row['gb_per_s']} GB/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="names as in the result file, default: every case")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved samples a side (default 15)")
+    parser.add_argument("--out", default="benchmarks/results/kernels.json", help="result file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_kernels.py needs a CUDA GPU of compute capability 9.0 (H100, H200, H20): none is visible")
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit(
+            "bench_kernels.py compares with SGLang's Hopper kernels; this GPU has compute capability %d.%d, not 9.0"
+            % torch.cuda.get_device_capability()
+        )
+    names = args.cases or all_cases()
+    unknown = [name for name in names if name.split()[0] not in KINDS or len(name.split()) != 2]
+    if unknown:
+        raise SystemExit(f"unknown cases {unknown}; the cases are: {', '.join(all_cases())}")
+    results = ResultFile(args.out, "kernels")
+    for name in names:
+        run_case(name, args.rounds, results)
+        torch.cuda.empty_cache()
+    print(results.table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A test-only SGLang plugin: compares our selections with SGLang's own inside a live server.
+
+Every publish and consume of ours also runs SGLang's Hopper code on the same inputs, into outputs of its own, and counts on
+the device how the two selections differ, so that replays of a CUDA graph count too. Put this folder on PYTHONPATH and set
+DSV41_PROBE_OUT to a file; it is rewritten at the start of every extend. One JSON object a mode:
+
+    calls    sparse consumer passes that ran, graph replays included
+    rows     live rows compared
+    overlap  smallest share of SGLang's picks that ours holds too, over all rows
+    mean     mean share
+    gap      largest amount by which a pick of one side that the other lacks lies off the cut, in units of the row's
+             largest score: 0 when all differences are ties at the cut
+    short    rows whose numbers of picks differ
+"""
+
+import json
+import os
+
+MODES = ("decode", "verify", "extend")
+CALLS, ROWS, OVERLAP, TOTAL, GAP, SHORT = range(6)
+# Rows compared at once in an extend: [rows, 512, 512] booleans.
+COMPARED_ROWS = 256
+
+
+def install() -> None:
+    path = os.environ.get("DSV41_PROBE_OUT")
+    if path:
+        from sglang_dsv41 import indexer
+
+        Probe(path).wrap(indexer.SparseCandidateIndexer)
+
+
+class Probe:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.stats = None
+        self.stock = None
+        self.stock_published = {}
+
+    def wrap(self, cls) -> None:
+        probe = self
+        publish_decode, consume_decode = cls.publish_decode, cls.consume_decode
+        publish_prefill, consume_prefill = cls.publish_prefill, cls.consume_prefill
+
+        def decode_publish(self, inputs):
+            probe.prepare(self, inputs)
+            probe.stock_published["decode"] = probe.stock.publish_decode(with_outputs(inputs))
+            return publish_decode(self, inputs)
+
+        def decode_consume(self, inputs, published):
+            consume_decode(self, inputs, published)
+            theirs = with_outputs(inputs)
+            probe.stock.consume_decode(theirs, probe.stock_published["decode"])
+            mode = "verify" if inputs.is_verify else "decode"
+            probe.compare(self, inputs, mode, published, inputs.out_page_indices, theirs.out_page_indices)
+
+        def prefill_publish(self, inputs):
+            probe.prepare(self, inputs)
+            probe.write()
+            probe.stock_published["extend"] = self.prefill_source.publish_prefill(with_outputs(inputs))
+            return publish_prefill(self, inputs)
+
+        def prefill_consume(self, inputs, published):
+            consume_prefill(self, inputs, published)
+            if published is None:
+                return
+            theirs = with_outputs(inputs)
+            self.prefill_source.consume_prefill(theirs, probe.stock_published["extend"])
+            ours = positions_to_slots(self, inputs, published, inputs.out_raw_indices)
+            stock = positions_to_slots(self, inputs, published, theirs.out_raw_indices)
+            if inputs.out_page_indices is not None:
+                probe.same_slots(inputs, ours)
+            probe.compare(self, inputs, "extend", published, ours, stock)
+
+        cls.publish_decode, cls.consume_decode = decode_publish, decode_consume
+        cls.publish_prefill, cls.consume_prefill = prefill_publish, prefill_consume
+
+    def prepare(self, indexer, inputs) -> None:
+        if self.stats is not None:
+            return
+        import torch
+        from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
+
+        device = inputs.positions.device
+        self.stats = torch.zeros((len(MODES), 6), dtype=torch.float64, device=device)
+        self.stats[:, OVERLAP] = 1.0
+        geometry = indexer.geometry
+        self.stock = DenseBlocksBackend(
+            token_to_kv_pool=indexer.token_to_kv_pool,
+            req_to_token=indexer.prefill_source.req_to_token,
+            candidate_topk_blocks=geometry.topk_blocks,
+            candidate_block_size=geometry.block_size,
+            use_deep_gemm_prefill=False,
+        )
+
+    def compare(self, indexer, inputs, mode, published, ours, stock) -> None:
+        import torch
+        from sglang_dsv41.kernels.reference import paged_index_logits
+
+        stats = self.stats[MODES.index(mode)]
+        stats[CALLS] += 1
+        queries, keys = indexer.kernels.project(inputs), indexer._keys(inputs)
+        total = published.rows.num_rows
+        for start in range(0, total, COMPARED_ROWS):
+            at = slice(start, min(start + COMPARED_ROWS, total))
+            a, b = ours[at].long(), stock[at].long()
+            live = published.rows.lens[at] > 0
+            held_by_ours = (b[:, :, None] == a[:, None, :]).any(2)
+            held_by_stock = (a[:, :, None] == b[:, None, :]).any(2)
+            picked_a, picked_b = a >= 0, b >= 0
+            count = picked_b.sum(1)
+            share = torch.where(live, (held_by_ours & picked_b).sum(1) / count.clamp_min(1), 1.0).double()
+            scores_a = torch.empty(a.shape, dtype=torch.float32, device=a.device)
+            scores_b = torch.empty_like(scores_a)
+            for row in range(0, a.shape[0], 16):
+                part = slice(row, row + 16)
+                rows = slice(at.start + row, min(at.start + row + 16, at.stop))
+                scores_a[part] = paged_index_logits(queries[rows], keys, a[part])
+                scores_b[part] = paged_index_logits(queries[rows], keys, b[part])
+            cut_a = scores_a.masked_fill(~picked_a, torch.inf).amin(1, keepdim=True)
+            cut_b = scores_b.masked_fill(~picked_b, torch.inf).amin(1, keepdim=True)
+            largest = scores_b.masked_fill(~picked_b, 0).abs().amax(1, keepdim=True).clamp_min(1e-30)
+            off_a = ((scores_a - cut_b).abs() / largest).masked_fill(~picked_a | held_by_stock, 0).amax(1)
+            off_b = ((scores_b - cut_a).abs() / largest).masked_fill(~picked_b | held_by_ours, 0).amax(1)
+            gap = torch.where(live, torch.maximum(off_a, off_b), 0).double()
+            stats[ROWS] += live.sum()
+            stats[TOTAL] += torch.where(live, share, 0).sum()
+            stats[OVERLAP] = torch.minimum(stats[OVERLAP], share.amin())
+            stats[GAP] = torch.maximum(stats[GAP], gap.amax())
+            stats[SHORT] += (live & (picked_a.sum(1) != count)).sum()
+
+    def same_slots(self, inputs, ours) -> None:
+        """The slots that an extend wrote are those of the positions it wrote."""
+        rows = ours.shape[0]
+        wrong = (inputs.out_page_indices[:rows, : ours.shape[1]].long() != ours.long()).any(1).sum()
+        self.stats[MODES.index("extend"), SHORT] += wrong
+
+    def write(self) -> None:
+        import torch
+
+        if self.stats is None or torch.cuda.is_current_stream_capturing():
+            return
+        report = {}
+        for mode, values in zip(MODES, self.stats.tolist(), strict=True):
+            report[mode] = {
+                "calls": int(values[CALLS]),
+                "rows": int(values[ROWS]),
+                "overlap": values[OVERLAP],
+                "mean": values[TOTAL] / values[ROWS] if values[ROWS] else None,
+                "gap": values[GAP],
+                "short": int(values[SHORT]),
+            }
+        partial = f"{self.path}.partial"
+        with open(partial, "w") as file:
+            json.dump(report, file)
+        os.replace(partial, self.path)
+
+
+def with_outputs(inputs):
+    """The same inputs with poisoned outputs of their own."""
+    import msgspec
+    import torch
+
+    changes = {}
+    for name in ("out_page_indices", "out_raw_indices"):
+        value = getattr(inputs, name, None)
+        if value is not None:
+            changes[name] = torch.full_like(value, 123456789)
+    return msgspec.structs.replace(inputs, **changes)
+
+
+def positions_to_slots(indexer, inputs, published, positions):
+    from sglang_dsv41.kernels.reference import table_slots_of
+
+    rows = published.rows
+    return table_slots_of(rows.block_table, rows.table_slots, positions[: rows.num_rows, : indexer.geometry.topk])

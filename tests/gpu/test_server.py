@@ -1,0 +1,150 @@
+"""A real SGLang server on a Hopper GPU: dsv41-sparse against stock, on the small random-weight model.
+
+Needs one GPU of compute capability 9.0 with 60 GB free and SGLang 0.5.23. DSV41_TEST_LOGS keeps the server logs and
+reports in a folder.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sglang_dsv41.models import write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = Path(__file__).resolve().parent / "probe"
+CONTEXT = 135168
+LENGTHS = (300, 20000, 131072)
+NEW_TOKENS = 16
+pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
+
+
+def engine_args(model: Path, backend: str, **changes) -> dict:
+    args = dict(
+        model_path=str(model),
+        load_format="dummy",
+        attention_backend=backend,
+        context_length=CONTEXT,
+        mem_fraction_static=0.6,
+        cuda_graph_max_bs_decode=8,
+        disable_flashinfer_autotune=True,
+        random_seed=1,
+        skip_tokenizer_init=True,
+    )
+    return {**args, **changes}
+
+
+def run_engine(folder: Path, name: str, engine: dict, requests: list[dict], *, probe: bool) -> tuple[dict, dict, str]:
+    """(report, probe report, log) of one engine that serves `requests` one after the other."""
+    job, out, log = folder / f"{name}.job.json", folder / f"{name}.json", folder / f"{name}.log"
+    report = folder / f"{name}.probe.json"
+    job.write_text(json.dumps({"engine": engine, "requests": requests, "out": str(out)}))
+    environment = dict(os.environ)
+    path = [str(ROOT), *([str(PROBE)] if probe else []), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
+    if probe:
+        environment["DSV41_PROBE_OUT"] = str(report)
+    with log.open("w") as file:
+        code = subprocess.run(
+            [sys.executable, "-m", "tests.gpu.engine_worker", str(job)],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=800,
+        ).returncode
+    text = log.read_text(errors="replace")
+    keep = os.environ.get("DSV41_TEST_LOGS")
+    if keep:
+        Path(keep).mkdir(parents=True, exist_ok=True)
+        for file in (out, log, report):
+            if file.exists():
+                shutil.copy(file, keep)
+    assert code == 0, text[-6000:]
+    return json.loads(out.read_text()), json.loads(report.read_text()) if probe else {}, text
+
+
+def prompts() -> list[dict]:
+    """Each length cold, then again on its prefix; last a short one, whose extend writes the probe's report."""
+    ids = {n: [random.Random(n).randrange(16, 4000) for _ in range(n)] for n in LENGTHS}
+    requests = [{"ids": ids[n], "new": NEW_TOKENS} for n in LENGTHS for _ in ("cold", "hit")]
+    return [*requests, {"ids": ids[LENGTHS[0]][:40], "new": 1}]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    path = Path(tempfile.mkdtemp(prefix="dsv41-server-"))
+    write_model(path / "tiny", "tiny")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return run_engine(folder, "ours", engine_args(folder / "tiny", "dsv41-sparse"), prompts(), probe=True)
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    return run_engine(folder, "stock", engine_args(folder / "tiny", "dsv4"), prompts(), probe=False)
+
+
+def test_backend_serves_with_cuda_graphs(ours):
+    _, _, log = ours
+    assert "dsv41-sparse: layers [8, 9, 10, 11] score 2048 blocks of 8 positions a row" in log
+    assert "Kernels: portable" in log
+    assert "Capture decode CUDA graph" in log or "Capture cuda graph" in log or "cuda graph" in log.lower()
+
+
+def test_selections_equal_stock(ours):
+    _, probe, _ = ours
+    for mode in ("decode", "extend"):
+        seen = probe[mode]
+        assert seen["rows"] > 0 and seen["short"] == 0, (mode, seen)
+        assert seen["overlap"] >= 0.99, (mode, seen)
+        assert seen["gap"] <= 2e-2, (mode, seen)
+
+
+def test_consumers_ran_sparse_in_every_mode(ours):
+    """Four consumers a decode step, replays counted on the device; extend by chunks."""
+    _, probe, _ = ours
+    steps = len(LENGTHS) * 2 * (NEW_TOKENS - 1)
+    assert probe["decode"]["calls"] >= 4 * steps
+    assert probe["extend"]["calls"] >= 4 * len(LENGTHS) * 2
+
+
+def test_tokens_equal_stock(ours, stock):
+    assert ours[0]["tokens"] == stock[0]["tokens"]
+
+
+def test_prefix_hits(ours):
+    report = ours[0]
+    for i, length in enumerate(LENGTHS):
+        cold, hit = report["cached"][2 * i : 2 * i + 2]
+        assert cold == 0 or length < 512, (length, cold)
+        if length > 512:
+            assert hit >= length - 512, (length, hit)
+        assert report["tokens"][2 * i] == report["tokens"][2 * i + 1], f"prefix hit at {length} changed the tokens"
+
+
+def test_verify_rows_run_sparse(folder):
+    """DSpark's target-verify rows go through the sparse path, with selections equal to SGLang's."""
+    write_model(folder / "dspark", "tiny", dspark=True)
+    ids = [random.Random(7).randrange(16, 4000) for _ in range(20000)]
+    engine = engine_args(
+        folder / "dspark",
+        "dsv41-sparse",
+        speculative_algorithm="DSPARK",
+        speculative_draft_model_path=str(folder / "dspark"),
+    )
+    requests = [{"ids": ids, "new": 24}, {"ids": ids[:400], "new": 24}, {"ids": ids[:40], "new": 1}]
+    _, probe, log = run_engine(folder, "dspark", engine, requests, probe=True)
+    seen = probe["verify"]
+    assert seen["calls"] >= 4 and seen["rows"] > 0 and seen["short"] == 0, (seen, log[-2000:])
+    assert seen["overlap"] >= 0.99 and seen["gap"] <= 2e-2, seen
