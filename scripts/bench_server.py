@@ -3,8 +3,8 @@
 
     python scripts/bench_server.py --out benchmarks/results/server.json
 
-Both engines are alive on the one GPU, each in its own process; one works at a time, stock first, then ours, round
-after round. Cases:
+Both engines are alive on the one GPU, each in its own process, and take turns: one works at a time, round after
+round. Cases:
 
     decode BxC       tokens/s of B requests at context C. The prompts are in the prefix cache; a sample is the
                      difference between generating MANY and FEW tokens, so that prefill and arrival drop out.
@@ -124,7 +124,8 @@ class Bench:
         for round_ in range(self.rounds):
             # A tail is the same for both engines, so that they do the same work.
             self.tails += 2
-            for name, engine in self.engines.items():
+            # Who goes first changes from round to round, in case it matters.
+            for name, engine in list(self.engines.items())[:: -1 if round_ % 2 else 1]:
                 samples[name].append(sample(engine, case))
             self.say(
                 f"{case.name} round {round_ + 1}: " + ", ".join(f"{n} {s[-1]:.0f} tok/s" for n, s in samples.items())
