@@ -23,6 +23,7 @@ from . import __version__, envs, plugin, seams
 OK, FAIL, UNCHECKED = "OK", "FAIL", "not checked"
 DISTRIBUTION = "sglang-dsv41"
 ENTRY_POINT = "dsv41_sparse"
+SGLANG_PYTHON = (3, 11)
 INSTALL = "pip install 'sglang-dsv41[sglang]'"
 # Distributions that serving stands on: SGLang pins all of them but Triton, which PyTorch pins.
 LIBRARIES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-gemm", "sgl-flash-mla")
@@ -92,14 +93,11 @@ def _verdict(failed: list[Check], model_path: Optional[str]) -> str:
 
 
 def check_python() -> Check:
-    found, needed = platform.python_version(), ">=3.11"
-    try:
-        needed = importlib.metadata.metadata("sglang")["Requires-Python"] or needed
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    if _satisfies(found, needed):
+    found = platform.python_version()
+    if sys.version_info >= SGLANG_PYTHON:
         return Check("Python", OK, found)
-    return Check("Python", FAIL, found, f"{needed} (SGLang)", "Make the environment with another Python.")
+    needed = f"{SGLANG_PYTHON[0]}.{SGLANG_PYTHON[1]} or newer (SGLang)"
+    return Check("Python", FAIL, found, needed, "Make the environment with a newer Python.")
 
 
 def check_sglang() -> Check:
@@ -121,24 +119,26 @@ def check_library(name: str) -> Check:
     """A library's presence, and its version against SGLang's pin."""
     pin = _pin(name)
     wanted = f"{name}{pin or ''}"
+    install = f"pip install '{wanted}'" if pin else INSTALL
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, FAIL, "not installed", wanted, f"pip install '{wanted}'")
+        return Check(name, FAIL, "not installed", wanted, install)
     if pin and not _satisfies(found, pin):
-        return Check(name, UNCHECKED, f"{found}, not SGLang's pin", wanted, f"pip install '{wanted}'")
+        return Check(name, UNCHECKED, f"{found}, not SGLang's pin", wanted, install)
     return Check(name, OK, found)
 
 
 def _pin(name: str) -> Optional[str]:
     """The version specifier that SGLang's metadata gives for a library."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
     try:
         required = importlib.metadata.requires("sglang") or ()
     except importlib.metadata.PackageNotFoundError:
         return None
+    # SGLang's own dependency: here once SGLang is.
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
     for requirement in map(Requirement, required):
         wanted_here = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if wanted_here and canonicalize_name(requirement.name) == name:
@@ -215,7 +215,7 @@ def check_requirements(model_path: Optional[str]) -> list[Check]:
     """The backend's own requirements, as far as the facts are known before a start."""
     try:
         from . import requirements
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return [Check("GPU and model", UNCHECKED, f"PyTorch does not import: {error}", "PyTorch", INSTALL)]
 
     facts = requirements.EngineFacts(forced_kernels=envs.forced_kernels(), **requirements.device_facts())

@@ -421,7 +421,7 @@ def kernel_set_in(log: str) -> str:
     Raises:
         TrialError: the server did not run our backend.
     """
-    found = re.search(r"dsv41-sparse: .*Kernels: ([a-z0-9_]+),", log)
+    found = re.search(r"dsv41-sparse: .*Kernels: (\w+)", log)
     if found is None:
         raise TrialError(f"the server's log does not say that {NAME} ran; the end of it:\n{log[-3000:]}")
     return found.group(1)
