@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 from sglang.srt.environ import envs as sglang_envs
 from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer
 from sglang.srt.layers.attention.dsv4.metadata import PagedIndexerMetadata, expand_index_page_table
-from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
+from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import BlockIds, DenseBlocksBackend
 from sglang.srt.layers.attention.dsv4.v41_indexer.full_topk import FullTopKIndexer
 from sglang.srt.layers.attention.dsv4.v41_indexer.scoring import prefill_k_slots
 from sglang.srt.layers.attention.dsv4.v41_indexer.types import DecodeInputs, PrefillInputs
@@ -36,6 +36,15 @@ GEOMETRY = CandidateGeometry(
 )
 # Positions of one draft group, or of one decode batch, on block (8), index-page (64) and KV-page (256) edges.
 EDGES = [0, 1, 6, 7, 8, 62, 63, 64, 127, 254, 255, 256, 257, 511, 519, 599]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many tiny operations: a thread pool only adds waiting, most of all on a shared machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class IndexKPool(DeepSeekV4TokenToKVPool):
@@ -82,7 +91,7 @@ class World:
         scales = torch.randint(120, 127, (buffer.shape[0], INDEX_PAGE * 4), dtype=torch.uint8, generator=gen)
         buffer[:, INDEX_PAGE * 64 :] = scales.to(self.device)
         self.pool, self.keys = IndexKPool(ratio, index_pool, layers), PagedKeys(buffer, INDEX_PAGE)
-        self.key_cache = {}
+        self.key_cache, self.score_cache = {}, {}
         config = types.SimpleNamespace(
             index_n_heads=geometry.heads,
             index_head_dim=128,
@@ -223,6 +232,11 @@ class World:
 
     def scores(self, layer, row):
         """([visible] float64 scores, rounding tolerance) of a row, from the pool's bytes."""
+        if (layer, row) not in self.score_cache:
+            self.score_cache[layer, row] = self._scores(layer, row)
+        return self.score_cache[layer, row]
+
+    def _scores(self, layer, row):
         indexer, (request, position) = self.indexers[layer], row
         slots = [self.slot(request, p) for p in range(self.visible(row))]
         for slot in slots:
@@ -237,11 +251,15 @@ class World:
         # Each term is rounded to bf16 twice, and two scores are compared.
         return terms.sum(0), 2**-7 * terms.abs().sum(0).max().item()
 
-    def stock_positions(self, rows) -> list[list[int]]:
-        """What SGLang's dense backend selects in consumer layer CONSUMER for these rows, as an extend."""
-        source, consumer = self.extend(SOURCE, rows), self.extend(CONSUMER, rows)
-        self.stock.consume_prefill(consumer, self.stock.publish_prefill(source))
-        return consumer.out_raw_indices.tolist()
+    def stock_positions(self, rows, schedule, live) -> list[list[int]]:
+        """What SGLang's dense backend selects in CONSUMER for the live rows, as an extend, among our blocks."""
+        blocks = schedule.rows.sparse_indices[live] // self.geometry.expansion
+        blocks[schedule.rows.sparse_indices[live] == INT32_MAX] = -1
+        # Kernel blocks of one candidate block follow each other: keep the first of each.
+        blocks[:, 1:][blocks[:, 1:] == blocks[:, :-1].clone()] = -1
+        inputs = self.extend(CONSUMER, rows)
+        self.stock.consume_prefill(inputs, BlockIds(blocks=blocks))
+        return inputs.out_raw_indices.tolist()
 
     def check_source(self, rows, slots):
         for i, row in enumerate(rows):
@@ -284,16 +302,23 @@ class World:
                 by_slot = {self.slot(row[0], p): s for p, s in among.items()}
                 assert_selection(slots[i].tolist(), by_slot, self.geometry.topk, tolerance=tolerance)
 
-    def check_against_stock(self, rows, slots):
+    def check_against_stock(self, rows, schedule, slots):
+        """SGLang's own selection among the same blocks: nearly the same picks, the rest within rounding of the cut."""
         live = [i for i, row in enumerate(rows) if self.visible(row)]
-        theirs = self.stock_positions([rows[i] for i in live])
-        same = total = 0
+        theirs = self.stock_positions([rows[i] for i in live], schedule, live)
+        differ = total = 0
         for i, stock in zip(live, theirs, strict=True):
+            scores, tolerance = self.scores(CONSUMER, rows[i])
+            by_slot = {self.slot(rows[i][0], p): s for p, s in enumerate(scores.tolist())}
             stock = {self.slot(rows[i][0], p) for p in stock if p != -1}
             ours = {s for s in slots[i].tolist() if s != -1}
             assert len(ours) == len(stock)
-            same, total = same + len(ours & stock), total + len(stock)
-        assert same >= 0.99 * total > 0, f"{same} of {total} picks agree"
+            cut = min(by_slot[s] for s in ours)
+            assert all(abs(by_slot[s] - cut) <= tolerance for s in ours ^ stock)
+            differ, total = differ + len(ours - stock), total + len(stock)
+        # One pick in a hundred, and one in a batch of fewer. Triton's interpreter truncates to bf16 where all else rounds.
+        share = 0.03 if self.kernels.name == "portable" and self.device == "cpu" else 0.01
+        assert differ <= max(1, share * total), f"{differ} of {total} picks differ"
 
     # ---- steps ----
 
@@ -314,7 +339,7 @@ class World:
         self.check_schedule(rows, schedule)
         self.check_consumer(CONSUMER, rows, schedule, slots=first)
         self.check_consumer(LAST, rows, schedule, slots=last)
-        self.check_against_stock(rows, first)
+        self.check_against_stock(rows, schedule, first)
         for out in (source, first, last):
             assert (out[count:] == -1).all() and (out[:, self.geometry.topk :] == -1).all()
         return schedule
@@ -341,7 +366,7 @@ class World:
         slots = first.out_raw_indices.clone()
         for i, row in enumerate(rows):
             slots[i] = self.tensor([self.slot(row[0], p) if p != -1 else -1 for p in slots[i].tolist()])
-        self.check_against_stock(rows, slots)
+        self.check_against_stock(rows, schedule, slots)
         return schedule, source, first, last
 
     def check_pair(self, rows, inputs):
@@ -397,7 +422,7 @@ def test_decode_padded_rows_and_padded_outputs(kernels_on):
     world.check_source(live, outs[0])
     for layer, out in zip((CONSUMER, LAST), outs[1:], strict=True):
         world.check_consumer(layer, live, schedule, slots=out)
-    world.check_against_stock(live, outs[1])
+    world.check_against_stock(live, schedule, outs[1])
     slots = world.keys.pool.shape[0] * INDEX_PAGE
     for out in outs:
         assert (out[3:5] == -1).all() and (out[6:] == -1).all() and (out[:, world.geometry.topk :] == -1).all()
@@ -467,12 +492,12 @@ def test_full_topk_leaves_a_schedule_alone(kernels_on, ratio):
 def test_extend_three_requests_of_different_prefixes(kernels_on, ratio):
     """A cold request, one whose prefix is cached to inside a block, one on a page edge; pages are shuffled."""
     world = World(kernels_on, ratio=ratio)
-    rows = span(3, 0, 18) + span(1, 251, 12) + span(2, 512, 7)
+    rows = span(3, 0, 10) + span(1, 251, 8) + span(2, 512, 4)
     schedule, source, first, _ = world.check_extend(rows)
-    starts = [0] * 18 + [18 // ratio] * 12 + [18 // ratio + 263 // ratio] * 7
+    starts = [0] * 10 + [10 // ratio] * 8 + [10 // ratio + 259 // ratio] * 4
     assert schedule.rows.row_ks.tolist() == starts
     assert (schedule.rows.row_ke - schedule.rows.row_ks).tolist() == [world.visible(row) for row in rows]
-    assert schedule.rows.rows_per_request == [18, 12, 7] and schedule.rows.row_indices is None
+    assert schedule.rows.rows_per_request == [10, 8, 4] and schedule.rows.row_indices is None
     assert world.kernels.calls["consume_extend"] == 2
     assert world.kernels.calls["dense_logits"] == 0, "the source of an extend is SGLang's"
     world.check_source(rows, source.out_page_indices)
@@ -499,7 +524,7 @@ def test_chunks_of_one_request(kernels_on):
     """Three chunks, one boundary inside a block and one inside a page: the last chunk picks positions of the first."""
     world = World(kernels_on)
     world.check_extend(span(1, 0, 21))
-    world.check_extend(span(1, 21, 40))
+    world.check_extend(span(1, 21, 12))
     rows = span(1, 290, 10)
     _, _, last, _ = world.check_extend(rows)
     assert (((last.out_raw_indices >= 0) & (last.out_raw_indices < 21)).sum(1) > 0).any()
