@@ -41,10 +41,10 @@ DEFAULT_CASES = (
     "prefill 8x131072",
     "decode 8x131072",
     "decode 2x131072",
-    "prefill_chunk 131072",
-    "prefill_chunk 262144",
-    "prefill_chunk 524288",
     "decode 2x524288",
+    "prefill_chunk 524288",
+    "prefill_chunk 262144",
+    "prefill_chunk 131072",
 )
 QUICK_CASES = ("decode 8x2048", "prefill 2x32768", "decode 2x32768", "prefill_chunk 32768")
 FEW, MANY = 64, 320
@@ -95,7 +95,11 @@ class Case:
 
 
 class EngineError(RuntimeError):
-    """An engine died or refused a command."""
+    """An engine died or refused a command: nothing more can be measured."""
+
+
+class CaseError(RuntimeError):
+    """A case could not be measured; the others can."""
 
 
 class Bench:
@@ -135,9 +139,7 @@ class Bench:
     def _make_room(self, case: Case) -> None:
         need = case.cache_tokens(self.chunk, self.rounds)
         if need > self.capacity:
-            raise ValueError(
-                f"case {case.name} needs {need} cache tokens, more than --max-total-tokens {self.capacity}"
-            )
+            raise CaseError(f"case {case.name} needs {need} cache tokens, more than --max-total-tokens {self.capacity}")
         if self.resident + need > self.capacity:
             self._flush()
         self.resident += need
@@ -154,7 +156,10 @@ class Bench:
         outputs = {}
         for name, engine in self.engines.items():
             engine.generate(self._prompts(case), 1)
-            outputs[name] = engine.generate(self._prompts(case), FEW)["output_ids"]
+            result = engine.generate(self._prompts(case), FEW)
+            if min(result["cached"]) < case.context * 0.8:
+                raise CaseError(f"{case.name}: {name} found {result['cached']} of {case.context} tokens in its cache")
+            outputs[name] = result["output_ids"]
         return {"same_tokens": _same_tokens(outputs["stock"], outputs["ours"])}
 
     def _sample_decode(self, engine, case: Case) -> float:
@@ -172,7 +177,7 @@ class Bench:
         engine.flush()
         result = engine.generate(self._prompts(case), 1)
         if any(result["cached"]):
-            raise EngineError(f"{case.name}: prompts were found in the cache after a flush: {result['cached']}")
+            raise CaseError(f"{case.name}: prompts were found in the cache after a flush: {result['cached']}")
         self.resident = case.cache_tokens(self.chunk, self.rounds)
         return _rate(case.batch * case.context, result["seconds"], case)
 
@@ -181,7 +186,10 @@ class Bench:
     def _prepare_chunk(self, case: Case) -> dict:
         """Fill the cache up to one chunk before the context and check that a longer prompt finds it."""
         if case.context < self.chunk:
-            raise ValueError(f"{case.name}: the context is smaller than one prefill chunk ({self.chunk})")
+            raise CaseError(f"{case.name}: the context is smaller than one prefill chunk ({self.chunk})")
+        # From an empty cache: what other cases left of the stream ends elsewhere, and only an end keeps its window.
+        self._flush()
+        self.resident = case.cache_tokens(self.chunk, self.rounds)
         base = case.context - self.chunk
         self.tails += 2
         for name, engine in self.engines.items():
@@ -189,7 +197,7 @@ class Bench:
                 engine.generate([Prompt(0, base)], 1)
             cached = engine.generate([Prompt(0, base, self.tails + 1, 2 * self.chunk)], 1)["cached"]
             if cached[0] < base * 0.98:
-                raise EngineError(f"{case.name}: {name} found {cached[0]} of {base} tokens in the prefix cache")
+                raise CaseError(f"{case.name}: {name} found {cached[0]} of {base} tokens in the prefix cache")
         return {}
 
     def _sample_chunk(self, engine, case: Case) -> float:
@@ -205,7 +213,7 @@ class Bench:
 
 def _rate(tokens: int, seconds: float, case: Case) -> float:
     if seconds <= 0:
-        raise EngineError(
+        raise CaseError(
             f"{case.name}: a difference of {seconds:.4f} s is noise; the case is too small for this machine"
         )
     return tokens / seconds
@@ -439,13 +447,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(bench: Bench, cases: Sequence[Case], results: ResultFile, *, time_left: Callable[[], bool]) -> list[str]:
-    """Run the cases, writing each to the result file; returns the names of those there was no time for."""
-    for index, case in enumerate(cases):
+    """Run the cases, writing each to the result file; returns why any is missing there."""
+    missing = []
+    for case in cases:
         if not time_left():
-            return [skipped.name for skipped in cases[index:]]
-        row = bench.run(case)
-        results.add(case.name, row.pop("unit"), **row)
-    return []
+            missing.append(f"{case.name}: the deadline had passed")
+            continue
+        try:
+            row = bench.run(case)
+        except CaseError as error:
+            bench.say(str(error))
+            missing.append(str(error))
+        else:
+            results.add(case.name, row.pop("unit"), **row)
+    return missing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -463,7 +478,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = ResultFile(
             options.out, "server", argv=None if argv is None else [__file__, *argv], commit=options.commit
         )
-        skipped = []
+        missing = []
         try:
             arguments = engine_arguments(options, options.cases)
             stock, ours = stack.enter_context(engine_pair(options, arguments))
@@ -479,16 +494,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             def time_left() -> bool:
                 return not options.deadline or time.monotonic() - start < options.deadline
 
-            skipped = measure(bench, options.cases, results, time_left=time_left)
+            missing = measure(bench, options.cases, results, time_left=time_left)
         except (EngineError, ValueError) as error:
             print(f"bench_server: {error}", file=sys.stderr)
             return 1
         finally:
             if results.rows:
                 print(results.table(), flush=True)
-        if skipped:
-            print(f"not measured, the deadline had passed: {', '.join(skipped)}", file=sys.stderr)
-    return 0
+        for reason in missing:
+            print(f"bench_server: not measured: {reason}", file=sys.stderr)
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

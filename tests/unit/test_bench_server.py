@@ -101,7 +101,7 @@ def test_prefill_is_cold_every_time():
 def test_warm_prefill_is_an_error():
     bench, engines, _ = make()
     engines[1].flush = lambda: None
-    with pytest.raises(bench_server.EngineError, match="found in the cache after a flush"):
+    with pytest.raises(bench_server.CaseError, match="found in the cache after a flush"):
         bench.run(Case.parse("prefill 2x4096"))
 
 
@@ -119,7 +119,7 @@ def test_chunk_speed_is_the_second_chunk_alone():
 def test_chunk_needs_the_context_in_the_cache():
     bench, engines, _ = make()
     engines[1].remembers = False
-    with pytest.raises(bench_server.EngineError, match="ours found 0 of 7168 tokens"):
+    with pytest.raises(bench_server.CaseError, match="ours found 0 of 7168 tokens"):
         bench.run(Case.parse("prefill_chunk 8192"))
 
 
@@ -130,13 +130,29 @@ def test_cache_is_flushed_only_for_room():
     assert engines[0].flushes == 0
     bench.run(Case.parse("decode 4x4096"))
     assert engines[0].flushes == 1
-    with pytest.raises(ValueError, match="more than --max-total-tokens 30000"):
+    with pytest.raises(bench_server.CaseError, match="more than --max-total-tokens 30000"):
         bench.run(Case.parse("decode 8x4096"))
+
+
+def test_decode_needs_its_prompts_in_the_cache():
+    bench, engines, _ = make()
+    engines[0].remembers = False
+    with pytest.raises(bench_server.CaseError, match="stock found"):
+        bench.run(Case.parse("decode 2x4096"))
+
+
+def test_a_case_that_fails_does_not_end_the_run(tmp_path):
+    bench, _, _ = make(capacity=30000)
+    file = results.ResultFile(tmp_path / "server.json", "server", argv=["x.py"])
+    cases = [Case.parse(text) for text in ("decode 8x8192", "decode 2x2048")]
+    missing = bench_server.measure(bench, cases, file, time_left=lambda: True)
+    assert len(missing) == 1 and "decode 8x8192" in missing[0]
+    assert [row["case"] for row in file.rows] == ["decode 2x2048"]
 
 
 def test_noise_is_not_a_speed():
     bench, _, _ = make(step=0.0)
-    with pytest.raises(bench_server.EngineError, match="noise"):
+    with pytest.raises(bench_server.CaseError, match="noise"):
         bench.run(Case.parse("decode 2x1024"))
 
 
@@ -158,7 +174,8 @@ def test_every_finished_case_is_in_the_file(tmp_path):
         finished.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
         return len(finished) < 3
 
-    assert bench_server.measure(bench, cases, file, time_left=time_left) == ["decode 2x2048"]
+    missing = bench_server.measure(bench, cases, file, time_left=time_left)
+    assert missing == ["decode 2x2048: the deadline had passed"]
     assert finished == [0, 1, 2]
     content = json.loads(out.read_text())
     assert set(content) == {"name", "command", "gpu", "versions", "commit", "date", "rows"}
