@@ -359,9 +359,7 @@ class World:
         schedule, source, first, last = self.extend_step(rows, **options)
         self.check_schedule(rows, schedule)
         for inputs, layer in ((first, CONSUMER), (last, LAST)):
-            self.check_consumer(
-                layer, rows, schedule, positions=inputs.out_raw_indices, slots=inputs.out_page_indices
-            )
+            self.check_consumer(layer, rows, schedule, positions=inputs.out_raw_indices, slots=inputs.out_page_indices)
             self.check_pair(rows, inputs)
         slots = first.out_raw_indices.clone()
         for i, row in enumerate(rows):
@@ -493,7 +491,7 @@ def test_extend_three_requests_of_different_prefixes(kernels_on, ratio):
     """A cold request, one whose prefix is cached to inside a block, one on a page edge; pages are shuffled."""
     world = World(kernels_on, ratio=ratio)
     rows = span(3, 0, 10) + span(1, 251, 8) + span(2, 512, 4)
-    schedule, source, first, _ = world.check_extend(rows)
+    schedule, source, _, _ = world.check_extend(rows)
     starts = [0] * 10 + [10 // ratio] * 8 + [10 // ratio + 259 // ratio] * 4
     assert schedule.rows.row_ks.tolist() == starts
     assert (schedule.rows.row_ke - schedule.rows.row_ks).tolist() == [world.visible(row) for row in rows]
@@ -701,9 +699,12 @@ def test_a_step_allocates_no_rows(kernels_on):
     rows = world.indexer.publish_decode(decode).rows
     assert rows.row_indices.untyped_storage().data_ptr() in owned
     assert rows.block_table.data_ptr() == decode.paged_metadata.page_table.data_ptr(), "SGLang's table is not copied"
-    assert world.kernels.sparse_logits(
-        world.kernels.project(decode), world.keys, rows, slice(0, 2)
-    ).untyped_storage().data_ptr() in owned
+    assert (
+        world.kernels.sparse_logits(world.kernels.project(decode), world.keys, rows, slice(0, 2))
+        .untyped_storage()
+        .data_ptr()
+        in owned
+    )
     assert world.buffers.nbytes == before
 
 

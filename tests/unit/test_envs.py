@@ -1,0 +1,74 @@
+"""The environment variables: values, defaults and errors."""
+
+import pytest
+
+from sglang_dsv41 import envs
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in (envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_names_are_the_documented_ones():
+    assert (envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB) == (
+        "DSV41_SPARSE_DISABLE",
+        "DSV41_SPARSE_KERNELS",
+        "DSV41_SPARSE_SCRATCH_MB",
+    )
+
+
+def test_defaults():
+    assert envs.disabled() is False
+    assert envs.forced_kernels() is None
+    assert envs.scratch_bytes() == 256 * 2**20
+
+
+@pytest.mark.parametrize(
+    "value,expected",
+    [("1", True), ("true", True), (" YES ", True), ("on", True)]
+    + [("0", False), ("false", False), ("No", False), ("off", False), ("", False), ("  ", False)],
+)
+def test_disable_values(monkeypatch, value, expected):
+    monkeypatch.setenv(envs.DISABLE, value)
+    assert envs.disabled() is expected
+
+
+@pytest.mark.parametrize("value", ["2", "maybe", "-1"])
+def test_unreadable_disable_raises(monkeypatch, value):
+    monkeypatch.setenv(envs.DISABLE, value)
+    with pytest.raises(ValueError, match=f"DSV41_SPARSE_DISABLE='{value}' is neither true nor false; set it to 1 or 0"):
+        envs.disabled()
+
+
+@pytest.mark.parametrize(
+    "value,expected", [("portable", "portable"), (" blackwell ", "blackwell"), ("", None), (" ", None)]
+)
+def test_forced_kernels(monkeypatch, value, expected):
+    monkeypatch.setenv(envs.KERNELS, value)
+    assert envs.forced_kernels() == expected
+
+
+@pytest.mark.parametrize("value,expected", [("1", 2**20), (" 64 ", 64 * 2**20), ("4096", 2**32), ("", 256 * 2**20)])
+def test_scratch_values(monkeypatch, value, expected):
+    monkeypatch.setenv(envs.SCRATCH_MB, value)
+    assert envs.scratch_bytes() == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "1.5", "256MB", "lots"])
+def test_bad_scratch_raises(monkeypatch, value):
+    monkeypatch.setenv(envs.SCRATCH_MB, value)
+    with pytest.raises(
+        ValueError, match="is not a positive whole number of MiB; for example DSV41_SPARSE_SCRATCH_MB=256"
+    ) as e:
+        envs.scratch_bytes()
+    assert repr(value) in str(e.value)
+
+
+def test_a_change_is_seen_at_the_next_read(monkeypatch):
+    """Nothing is cached: a spawned process, or a test, may set them late."""
+    monkeypatch.setenv(envs.KERNELS, "reference")
+    assert envs.forced_kernels() == "reference"
+    monkeypatch.setenv(envs.KERNELS, "portable")
+    assert envs.forced_kernels() == "portable"
