@@ -9,7 +9,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from typing import Optional
 
 USAGE = """\
 usage: dsv41-sparse COMMAND [ARGS...]
@@ -45,7 +44,7 @@ RUN_MODULE = "_DSV41_SPARSE_RUN_MODULE"
 COMMANDS = {"doctor": "sglang_dsv41.doctor", "try": "sglang_dsv41.trial", "model": "sglang_dsv41.models"}
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")

@@ -13,13 +13,13 @@ import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Optional
+from typing import Any
 
-from . import envs, seams
+from . import BACKEND_NAME, envs, seams
 
 logger = logging.getLogger(__name__)
 
-NAME = "dsv41-sparse"
+NAME = BACKEND_NAME
 # SGLang's own backend for the model, whose conventions ours has.
 STOCK = "dsv4"
 # SGLang renames DeepseekV41ForCausalLM to this when it reads a V4.1 config.
@@ -46,7 +46,7 @@ def register() -> None:
         _register()
         _registered = True
     except Exception as error:
-        logger.exception(_refusal(f"{type(error).__name__}: {error}"))
+        logger.exception(_refusal(f"{type(error).__name__}: {error}"))  # noqa: TRY401 - one line must say it all
 
 
 def create_backend(model_runner: Any) -> Any:
@@ -66,10 +66,9 @@ def keep_choice(server_args: Any, hf_config: Any) -> dict[str, str]:
 
 def _register() -> None:
     # Everything that can fail comes before the first registration, so that it is all or nothing.
-    from sglang.srt.arg_groups import choices
-
     # Providers answer in registration order and the last one wins: SGLang's goes first.
     import sglang.srt.arg_groups.model_overrides.deepseek_v4  # noqa: F401
+    from sglang.srt.arg_groups import choices
     from sglang.srt.arg_groups.model_override_base import register_model_override
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -79,6 +78,7 @@ def _register() -> None:
     register_model_override(ARCHITECTURE)(keep_choice)
     after_import("sglang.srt.layers.cp.base", _patch_cp_kind)
     after_import("sglang.srt.speculative.draft_utils", _patch_draft_maps)
+    after_import("sglang.srt.model_executor.model_runner_components.attention_backend_setup", _patch_phase_split)
 
 
 def _patch_cp_kind(module: ModuleType) -> None:
@@ -107,6 +107,24 @@ def _patch_draft_maps(module: ModuleType) -> None:
     factory._create_backend = _create_backend
 
 
+def _patch_phase_split(module: ModuleType) -> None:
+    """Ours for one phase and SGLang's for the other are one backend, which knows its phases.
+
+    SGLang would join two backends in its hybrid one, which does not have the calls that DeepSeek-V4 makes.
+    """
+    original = module._build_resolved_backend
+
+    @functools.wraps(original)
+    def _build_resolved_backend(*, model_runner: Any, resolved: Any, init_new_workspace: bool) -> Any:
+        if {resolved.prefill, resolved.decode} != {NAME, STOCK}:
+            return original(model_runner=model_runner, resolved=resolved, init_new_workspace=init_new_workspace)
+        return module._build_backend_from_str(
+            model_runner=model_runner, backend_str=NAME, init_new_workspace=init_new_workspace
+        )
+
+    module._build_resolved_backend = _build_resolved_backend
+
+
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
     """Patch a module when it is imported, or now if it is.
 
@@ -126,7 +144,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
         self.name = name
         self.patch = patch
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

@@ -19,4 +19,4 @@ if __name__ in ("__main__", "__mp_main__"):
     __package__ = _spec.parent
     if __name__ == "__main__":
         sys.argv[0] = _spec.origin
-    exec(_spec.loader.get_code(_spec.name), globals())
+    exec(_spec.loader.get_code(_spec.name), globals())  # noqa: S102 - what `python -m` does

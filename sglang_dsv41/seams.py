@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
 # The SGLang releases that the table was checked against.
 SUPPORTED = ">=0.5.23,<0.5.24"
@@ -67,6 +68,7 @@ _TRTLLM = f"{_ATTENTION}.deepseek_v4_trtllm_backend"
 _INDEXER = f"{_ATTENTION}.dsv4.v41_indexer"
 _OPS = "sglang.kernels.ops.attention"
 _POOL = "DeepSeekV4TokenToKVPool"
+_SETUP = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
 
 SEAMS: tuple[Seam, ...] = (
     # Plugin.
@@ -126,7 +128,29 @@ SEAMS: tuple[Seam, ...] = (
         ("dsv4",),
         "give draft models SGLang's own backend",
     ),
+    Seam(
+        _SETUP,
+        "_build_resolved_backend",
+        "signature",
+        ("*model_runner", "*resolved", "*init_new_workspace"),
+        "serve one phase and leave the other to SGLang",
+    ),
+    Seam(
+        _SETUP,
+        "_build_backend_from_str",
+        "signature",
+        ("*model_runner", "*backend_str", "*init_new_workspace"),
+        "serve one phase and leave the other to SGLang",
+    ),
+    Seam(
+        _SETUP,
+        "ResolvedAttentionBackendStr",
+        "fields",
+        ("prefill", "decode"),
+        "serve one phase and leave the other to SGLang",
+    ),
     # Backend.
+    Seam("sglang.srt.runtime_context", "attention_backends", "signature", (), "know which phases are ours"),
     Seam(
         _V4,
         "DeepseekV4AttnBackend.__init__",
@@ -258,6 +282,20 @@ SEAMS: tuple[Seam, ...] = (
         "serve as the backend's decode candidates",
     ),
     Seam(
+        f"{_INDEXER}.full_topk",
+        "FullTopKIndexer.topk_prefill",
+        "signature",
+        ("self", "inputs"),
+        "serve the full top-k layers",
+    ),
+    Seam(
+        f"{_INDEXER}.full_topk",
+        "FullTopKIndexer.topk_decode",
+        "signature",
+        ("self", "inputs"),
+        "serve the full top-k layers",
+    ),
+    Seam(
         f"{_INDEXER}.types",
         "CandidateMetadata.tail",
         "signature",
@@ -286,9 +324,7 @@ SEAMS: tuple[Seam, ...] = (
         "take the source's blocks of an extend",
     ),
     Seam(f"{_INDEXER}.dense_blocks", "BlockIds", "fields", ("blocks",), "take the source's blocks of an extend"),
-    Seam(
-        f"{_INDEXER}.scoring", "prefill_index_plan", "signature", ("inputs",), "find each row's request in an extend"
-    ),
+    Seam(f"{_INDEXER}.scoring", "prefill_index_plan", "signature", ("inputs",), "find each row's request in an extend"),
     Seam(
         f"{_INDEXER}.scoring",
         "PrefillIndexPlan",
@@ -415,7 +451,7 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def installed_version() -> Optional[str]:
+def installed_version() -> str | None:
     """SGLang's installed version, None if its metadata is missing."""
     try:
         return importlib.metadata.version("sglang")
@@ -423,7 +459,7 @@ def installed_version() -> Optional[str]:
         return None
 
 
-def check(seams: Optional[Iterable[Seam]] = None) -> list[Mismatch]:
+def check(seams: Iterable[Seam] | None = None) -> list[Mismatch]:
     """Every seam that the installed SGLang does not have in the expected form; imports no SGLang module."""
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
@@ -431,14 +467,21 @@ def check(seams: Optional[Iterable[Seam]] = None) -> list[Mismatch]:
     roots = [Path(location) for location in package.submodule_search_locations]
     load = functools.cache(lambda module: _parse(module, roots))
     mismatches = []
-    for seam in SEAMS if seams is None else seams:
-        expected, found = _compare(seam, load(seam.module))
-        if found is not None:
-            mismatches.append(Mismatch(seam.dotted, expected, found, seam.why))
+    # Syntax trees are many objects: each would have the collector walk all that SGLang has loaded.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for seam in SEAMS if seams is None else seams:
+            expected, found = _compare(seam, load(seam.module))
+            if found is not None:
+                mismatches.append(Mismatch(seam.dotted, expected, found, seam.why))
+    finally:
+        if collecting:
+            gc.enable()
     return mismatches
 
 
-def _parse(module: str, roots: list[Path]) -> Optional[ast.Module]:
+def _parse(module: str, roots: list[Path]) -> ast.Module | None:
     """The syntax tree of a module below sglang, None if there is no such file."""
     relative = Path(*module.split(".")[1:])
     for root in roots:
@@ -448,7 +491,7 @@ def _parse(module: str, roots: list[Path]) -> Optional[ast.Module]:
     return None
 
 
-def _compare(seam: Seam, tree: Optional[ast.Module]) -> tuple[str, Optional[str]]:
+def _compare(seam: Seam, tree: ast.Module | None) -> tuple[str, str | None]:
     """What the seam expects and, where SGLang differs, what is there instead."""
     expected = {
         "attribute": "the name",
@@ -459,7 +502,7 @@ def _compare(seam: Seam, tree: Optional[ast.Module]) -> tuple[str, Optional[str]
     }[seam.kind]
     if tree is None:
         return expected, "no such module"
-    node: Optional[ast.AST] = tree
+    node: ast.AST | None = tree
     for part in seam.name.split("."):
         node = _bindings(node).get(part)
         if node is None:
@@ -511,7 +554,7 @@ def _set_in_init(node: ast.AST) -> set[str]:
     }
 
 
-def _signature_difference(expected: tuple[str, ...], node: ast.AST) -> Optional[str]:
+def _signature_difference(expected: tuple[str, ...], node: ast.AST) -> str | None:
     """How a function differs from the expected parameters, None if our calls fit it."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return f"a {type(node).__name__}, not a function"

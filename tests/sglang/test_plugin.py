@@ -88,6 +88,7 @@ def fresh(script, **environment):
         cwd=pathlib.Path(__file__).parents[2],
         capture_output=True,
         text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -376,6 +377,37 @@ def test_draft_maps_refuse_other_names_as_before(monkeypatch):
     # A map without dsv4 gains nothing.
     with pytest.raises(ValueError, match=f"no {NAME}"):
         factory._create_backend("decode_attention_backend", {"fa3": None}, "no {backend_type}")
+
+
+@pytest.mark.parametrize(
+    "prefill, decode, built",
+    [
+        (NAME, "dsv4", NAME),
+        ("dsv4", NAME, NAME),
+        (NAME, NAME, NAME),
+        ("dsv4", "dsv4", "dsv4"),
+        ("fa3", "triton", ["fa3", "triton"]),
+        (NAME, "triton", [NAME, "triton"]),
+    ],
+)
+def test_split_phases_are_one_backend_where_stock_is_the_other(monkeypatch, prefill, decode, built):
+    # SGLang's hybrid of two backends lacks the calls of DeepSeek-V4 (forward_low_ratio_sources and others).
+    from sglang.srt.layers.attention import hybrid_attn_backend
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup as setup
+
+    for name in {prefill, decode}:
+        monkeypatch.setitem(setup.ATTENTION_BACKENDS, name, lambda runner, name=name: name)
+    monkeypatch.setattr(setup, "attn_backend_wrapper", lambda runner, backend: backend)
+    monkeypatch.setattr(
+        hybrid_attn_backend,
+        "HybridAttnBackend",
+        lambda model_runner, decode_backend, prefill_backend: [prefill_backend, decode_backend],
+    )
+    resolved = setup.ResolvedAttentionBackendStr(prefill=prefill, decode=decode)
+    runner = types.SimpleNamespace()
+    made = setup._build_resolved_backend(model_runner=runner, resolved=resolved, init_new_workspace=True)
+    assert made == built
+    assert runner.init_new_workspace is True
 
 
 def test_kept_choice_is_logged(models, capfd):
