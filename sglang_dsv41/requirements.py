@@ -368,7 +368,7 @@ def pool_facts(pool: Any, geometry: Optional[CandidateGeometry]) -> dict[str, An
 def gather(model_runner: Any) -> EngineFacts:
     """The facts of a SGLang ``ModelRunner`` whose pools exist."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
-    from sglang.srt.runtime_context import get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
     from . import envs
 
@@ -378,7 +378,9 @@ def gather(model_runner: Any) -> EngineFacts:
         topk_backend=DSATopKBackend.resolve(model_runner).value,
         chunked_prefill_size=get_schedule().chunked_prefill_size,
         forced_kernels=envs.forced_kernels(),
-        hisparse=getattr(model_runner, "hisparse_coordinator", None) is not None,
+        two_batch_overlap=get_exec().overlap.enable_two_batch_overlap,
+        # Its coordinator is made later; the switch is known.
+        hisparse=model_runner.enable_hisparse,
     )
     for name, value in pool_facts(model_runner.token_to_kv_pool, facts.geometry).items():
         setattr(facts, name, value)

@@ -208,6 +208,7 @@ SEAMS: tuple[Seam, ...] = (
         "know whether DeepGEMM's sparse kernels are usable",
     ),
     Seam("sglang.srt.runtime_context", "get_parallel", "signature", (), "refuse parallel modes not supported yet"),
+    Seam("sglang.srt.runtime_context", "get_exec", "signature", (), "refuse two-batch overlap"),
     Seam("sglang.srt.runtime_context", "get_schedule", "signature", (), "size buffers by the prefill chunk"),
     Seam("sglang.srt.runtime_context", "get_spec", "signature", (), "size buffers by the draft tokens"),
     # The calls that SGLang's backend makes on the candidate objects, and their inputs.

@@ -417,3 +417,82 @@ def test_device_facts_of_a_gpu(monkeypatch):
     assert [f.found for f in unmet(dataclasses.replace(HOPPER, capability=None, **facts))] == ["no CUDA device"]
     monkeypatch.setattr(torch.version, "hip", "6.2")
     assert requirements.device_facts()["platform"] == "hip"
+
+
+class Runner:
+    """A model runner of SGLang, as far as the facts go."""
+
+    gpu_id = 0
+    is_draft_worker = False
+    enable_hisparse = False
+
+    def __init__(self):
+        self.model_config = types.SimpleNamespace(hf_text_config=config())
+        self.token_to_kv_pool = Pool()
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """SGLang's resolved settings on a Hopper GPU, to be changed by a test before it gathers."""
+    context = pytest.importorskip("sglang.srt.runtime_context")
+    from sglang.srt.layers.attention.dsa import dsa_topk_backend
+
+    made = types.SimpleNamespace(
+        runner=Runner(),
+        overlap=types.SimpleNamespace(enable_two_batch_overlap=False),
+        kernel=types.SimpleNamespace(dsa_topk_backend="sgl-kernel"),
+        schedule=types.SimpleNamespace(chunked_prefill_size=8192),
+        parallel=types.SimpleNamespace(attn_cp_size=1, dcp_size=1, dcp_enabled=False, pp_size=1),
+        capability=(9, 0),
+    )
+    for module in (context, dsa_topk_backend):
+        monkeypatch.setattr(module, "get_exec", lambda: made)
+    monkeypatch.setattr(context, "get_schedule", lambda: made.schedule)
+    monkeypatch.setattr(context, "get_parallel", lambda: made.parallel)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: made.capability)
+    monkeypatch.delenv("DSV41_SPARSE_KERNELS", raising=False)
+    return made
+
+
+def test_gathered_facts_of_a_good_engine(engine):
+    facts = requirements.gather(engine.runner)
+    assert unmet(facts) == []
+    assert facts == dataclasses.replace(HOPPER, geometry=facts.geometry, deepgemm_error=facts.deepgemm_error)
+    assert facts.geometry.source_layer == 20 and facts.geometry.topk == 512
+
+
+@pytest.mark.parametrize(
+    "path,value,what",
+    [
+        ("runner.model_config.hf_text_config.model_type", "deepseek_v4", "model_type 'deepseek_v4'"),
+        ("runner.model_config.hf_text_config.index_n_heads", 24, "index_n_heads 24"),
+        ("runner.token_to_kv_pool.split", True, "split layout"),
+        ("runner.token_to_kv_pool.page8", True, "page-8 layout"),
+        ("runner.enable_hisparse", True, "HiSparse"),
+        ("overlap.enable_two_batch_overlap", True, "two-batch overlap"),
+        ("kernel.dsa_topk_backend", "torch", "--dsa-topk-backend torch"),
+        ("schedule.chunked_prefill_size", -1, "--chunked-prefill-size -1"),
+        ("parallel.attn_cp_size", 2, "prefill context parallelism over 2 ranks"),
+        ("parallel.pp_size", 4, "pipeline parallelism over 4 ranks"),
+        ("capability", (7, 5), "compute capability 7.5"),
+    ],
+)
+def test_gathered_facts_reach_their_requirement(engine, path, value, what):
+    *owners, name = path.split(".")
+    owner = engine
+    for part in owners:
+        owner = getattr(owner, part)
+    setattr(owner, name, value)
+    failures = unmet(requirements.gather(engine.runner))
+    assert len(failures) == 1 and what in failures[0].found
+
+
+def test_gathered_decode_context_parallelism_and_forced_kernels(engine, monkeypatch):
+    engine.parallel.dcp_size = 2
+    assert unmet(requirements.gather(engine.runner)) == []
+    engine.parallel.dcp_enabled = True
+    assert "decode context parallelism" in unmet(requirements.gather(engine.runner))[0].found
+    engine.parallel.dcp_size, engine.parallel.dcp_enabled = 1, False
+    monkeypatch.setenv("DSV41_SPARSE_KERNELS", "fastest")
+    assert "DSV41_SPARSE_KERNELS=fastest" in unmet(requirements.gather(engine.runner))[0].found
