@@ -1,0 +1,50 @@
+"""The docs name what a user meets: every requirement, environment variable and link target."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_dsv41 import envs
+
+ROOT = Path(__file__).resolve().parents[2]
+TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+
+
+def requirement_names():
+    """The first argument of each ``Unmet(...)`` of the requirements."""
+    source = ast.parse((ROOT / "sglang_dsv41/requirements.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Unmet"]
+    return sorted({call.args[0].value for call in calls})
+
+
+def test_there_are_requirements():
+    assert len(requirement_names()) > 10
+
+
+@pytest.mark.parametrize("name", requirement_names())
+def test_troubleshooting_has_each_requirement(name):
+    rows = [line.split("|")[1] for line in TROUBLESHOOTING.splitlines() if line.startswith("| ")]
+    assert any(name in re.split(r",\s*", row.strip()) for row in rows), rows
+
+
+@pytest.mark.parametrize("name", [envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB])
+@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/troubleshooting.md"])
+def test_each_environment_variable_is_documented(name, page):
+    assert name in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))])
+def test_links_lead_somewhere(page):
+    path = ROOT / page
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    missing = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+    assert not missing
+
+
+def test_ci_runs_the_readmes_test_command():
+    command = "scripts/run.sh test"
+    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in (".ci/run", ".github/workflows/ci.yml"):
+        assert command in (ROOT / page).read_text(encoding="utf-8")
