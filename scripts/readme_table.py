@@ -29,7 +29,9 @@ LABELS = {
 
 def render(folder: Path) -> str:
     """The table, with where its numbers come from; a sentence where nothing was measured yet."""
-    files = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in RESULTS if (folder / name).exists()}
+    files = {
+        name: json.loads((folder / name).read_text(encoding="utf-8")) for name in RESULTS if (folder / name).exists()
+    }
     missing = [name for name in RESULTS if name not in files]
     lines = []
     rows = [row for content in files.values() for row in content["rows"]]
@@ -82,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     new = replace(text, render(args.results))
     if args.check:
         if new != text:
-            print("README.md: the table is not that of the result files; run python scripts/readme_table.py", file=sys.stderr)
+            print(
+                "README.md: the table is not that of the result files; run python scripts/readme_table.py",
+                file=sys.stderr,
+            )
         return int(new != text)
     args.readme.write_text(new, encoding="utf-8")
     return 0

@@ -62,7 +62,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", help="without a GPU: context of each row of the batch"
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="with a GPU: keep the model and the logs in this folder")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="with a GPU: keep the model and the logs in this folder"
+    )
     args = parser.parse_args(argv)
     try:
         if args.contexts and min(args.contexts) < 1:
@@ -404,7 +406,9 @@ def try_gpu(folder: Path) -> int:
     print(f"equal:         {'yes' if equal else 'no'}")
     print(f"kernel set:    {kernels}")
     for backend, result in results.items():
-        print(f"{backend + ':':<14} {result['tokens_per_second']:.0f} tokens/s, first token {result['first_seconds']:.2f} s")
+        print(
+            f"{backend + ':':<14} {result['tokens_per_second']:.0f} tokens/s, first token {result['first_seconds']:.2f} s"
+        )
     print("One request of a small model is no benchmark; scripts/bench_server.py measures.")
     if not equal:
         print(

@@ -186,7 +186,10 @@ def test_unreadable_scratch_budget(monkeypatch):
 
 
 def test_seam_mismatches_are_named_one_by_one(monkeypatch):
-    wrong = [seams.Mismatch("sglang.a.b", "the name", "no such name"), seams.Mismatch("sglang.c", "x", "no such module")]
+    wrong = [
+        seams.Mismatch("sglang.a.b", "the name", "no such name"),
+        seams.Mismatch("sglang.c", "x", "no such module"),
+    ]
     monkeypatch.setattr(seams, "check", lambda: wrong)
     first, second = doctor.check_seams()
     assert_failed(first, found="sglang.a.b: no such name", needed="the name", change="sglang==0.5.23")

@@ -177,9 +177,7 @@ def backend_log_line(kernels):
     """The line that the backend logs, from its own source."""
     source = ast.parse((Path(trial.__file__).parent / "backend.py").read_text())
     (text,) = [
-        node.value
-        for node in ast.walk(source)
-        if isinstance(node, ast.Constant) and "Kernels: %s" in str(node.value)
+        node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and "Kernels: %s" in str(node.value)
     ]
     line = text.replace("Kernels: %s", f"Kernels: {kernels}")
     return "[2026-01-01] INFO " + line.replace("%s", "words").replace("%d", "64").replace("%.1f", "1.0")

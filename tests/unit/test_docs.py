@@ -15,7 +15,9 @@ TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 def requirement_names():
     """The first argument of each ``Unmet(...)`` of the requirements."""
     source = ast.parse((ROOT / "sglang_dsv41/requirements.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Unmet"]
+    calls = [
+        node for node in ast.walk(source) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Unmet"
+    ]
     return sorted({call.args[0].value for call in calls})
 
 
@@ -35,7 +37,9 @@ def test_each_environment_variable_is_documented(name, page):
     assert name in (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+)
 def test_links_lead_somewhere(page):
     path = ROOT / page
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
