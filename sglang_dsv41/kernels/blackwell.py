@@ -107,9 +107,11 @@ class BlackwellKernels(CandidateSelection, KernelSet):
                 table, full_page_size=rows.table_slots, compress_ratio=1, index_page_size=page_slots
             ).contiguous()
         request_ids = self._request_ids(rows)
+        # DeepGEMM derives from the length only how many ids of a row to read, ceil(length / kernel block). ``end`` counts
+        # the listed blocks; ``lens`` would count more, and padding be read, where the newest candidate block is short.
         return {
             tile.start: deep_gemm.get_paged_sparse_mqa_logits_metadata(
-                rows.lens[tile],
+                rows.end[tile],
                 table[tile],
                 request_ids[tile],
                 page_slots,
