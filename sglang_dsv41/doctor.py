@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any
 
 from . import __version__, envs, plugin, seams
 
@@ -53,14 +53,14 @@ class Check:
         return "\n".join(lines)
 
 
-def diagnose(model_path: Optional[str] = None) -> list[Check]:
+def diagnose(model_path: str | None = None) -> list[Check]:
     """Every check, in the order a user would fix things."""
     checks = [check_python(), check_sglang(), *map(check_library, LIBRARIES)]
     checks += [*check_plugin(), *check_seams(), *check_environment()]
     return [*checks, *check_requirements(model_path)]
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """``dsv41-sparse doctor``; 0 when nothing stands in the way, else 1."""
     parser = argparse.ArgumentParser(
         prog="dsv41-sparse doctor",
@@ -81,7 +81,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 1 if failed else 0
 
 
-def _verdict(failed: list[Check], model_path: Optional[str]) -> str:
+def _verdict(failed: list[Check], model_path: str | None) -> str:
     if failed:
         return f"It will not work: {len(failed)} of these lines failed ({', '.join(check.what for check in failed)})."
     if model_path is None:
@@ -129,7 +129,7 @@ def check_library(name: str) -> Check:
     return Check(name, OK, found)
 
 
-def _pin(name: str) -> Optional[str]:
+def _pin(name: str) -> str | None:
     """The version specifier that SGLang's metadata gives for a library."""
     try:
         required = importlib.metadata.requires("sglang") or ()
@@ -211,7 +211,7 @@ def check_environment() -> list[Check]:
 # ---- device and model ----
 
 
-def check_requirements(model_path: Optional[str]) -> list[Check]:
+def check_requirements(model_path: str | None) -> list[Check]:
     """The backend's own requirements, as far as the facts are known before a start."""
     try:
         from . import requirements
@@ -247,7 +247,7 @@ def check_requirements(model_path: Optional[str]) -> list[Check]:
     return [*checks, Check("server arguments", UNCHECKED, start)]
 
 
-def _device(facts: Any, kernels: Optional[str]) -> Check:
+def _device(facts: Any, kernels: str | None) -> Check:
     """The GPU, where the requirements do not object to it."""
     if facts.capability is None:
         return Check(

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any
 
 from .plugin import NAME, STOCK
 
@@ -50,7 +50,7 @@ class TrialError(RuntimeError):
     """The trial could not be run, or its result is wrong; the message is for the user."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """``dsv41-sparse try``; 0 when the selections (without a GPU) or the served tokens (with one) are as they must be."""
     parser = argparse.ArgumentParser(
         prog="dsv41-sparse try",
@@ -129,7 +129,7 @@ class RowReport:
         return self.dense / self.sparse
 
 
-def try_cpu(contexts: Optional[Sequence[int]] = None) -> int:
+def try_cpu(contexts: Sequence[int] | None = None) -> int:
     """Run the indexer over a decode batch with one row a context, and print what each row saved."""
     say = progress()
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -347,7 +347,7 @@ def _check_blocks(scores: Any, candidates: Any, geometry: Any, row: int) -> None
 
 
 def _check_picks(
-    slots: Any, scores: Any, allowed: Any, rows: Any, row: int, geometry: Any, layer: Optional[int] = None
+    slots: Any, scores: Any, allowed: Any, rows: Any, row: int, geometry: Any, layer: int | None = None
 ) -> tuple[float, int]:
     """(share of the dense picks that were picked, picks that differ) of one row; the difference is ties at the cut.
 
