@@ -260,7 +260,8 @@ def test_nothing_published_for_no_rows(kernels_on):
     empty = world.indexer.publish_decode(idle)
     idle.out_page_indices.fill_(GARBAGE)
     world.indexer.consume_decode(idle, empty)
-    assert (idle.out_page_indices == -1).all() and world.kernels.calls["sparse_logits"] == 0
+    assert (idle.out_page_indices == -1).all()
+    assert world.kernels.calls["sparse_logits"] == world.kernels.calls["consume_decode"] == 0, "no step of no rows"
     chunk = world.extend(CONSUMER, span(1, 9, 1))
     nothing = PrefillInputs(
         **{
