@@ -7,9 +7,9 @@ import logging
 from typing import Any
 
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
-from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.runtime_context import attention_backends, get_schedule, get_spec
 
-from . import envs, requirements
+from . import BACKEND_NAME, envs, requirements
 from .geometry import CandidateGeometry
 from .indexer import SparseCandidateIndexer
 from .kernels import kernel_set_class
@@ -37,10 +37,17 @@ class SparseCandidates:
             prefill_source=self.prefill_candidates,
             full_topk=self.full_topk_indexer,
         )
-        self.prefill_candidates = self.decode_candidates = self.full_topk_indexer = self.candidate_indexer
+        # Either phase may be left to SGLang: --prefill-attention-backend and --decode-attention-backend.
+        prefill, decode = (name == BACKEND_NAME for name in attention_backends())
+        if prefill:
+            self.prefill_candidates = self.candidate_indexer
+        if decode:
+            self.decode_candidates = self.full_topk_indexer = self.candidate_indexer
         logger.info(
-            "dsv41-sparse: %s. Kernels: %s, index-K pages of %d. Buffers: %.1f MiB for %d rows, consumers score %d rows a pass.",
+            "dsv41-sparse: %s. Serves %s. Kernels: %s, index-K pages of %d. "
+            "Buffers: %.1f MiB for %d rows, consumers score %d rows a pass.",
             geometry.describe(),
+            "prefill and decode" if prefill and decode else "prefill" if prefill else "decode",
             kernels.name,
             facts.index_page,
             self.row_buffers.nbytes / 2**20,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Optional
 
+from . import BACKEND_NAME
 from .geometry import HEAD_DIM, CandidateGeometry, GeometryError
 from .kernels import KERNEL_SETS, kernel_set_name
 
-BACKEND = "--attention-backend dsv41-sparse"
+BACKEND = f"--attention-backend {BACKEND_NAME}"
 # Limits of SGLang's selection kernel for compact rows (topk_bf16_small): columns, picks.
 SELECT_MAX_COLUMNS = 16384
 SELECT_MAX_TOPK = 2048
@@ -38,6 +39,7 @@ class EngineFacts:
         chunked_prefill_size: SGLang's ``--chunked-prefill-size``, <= 0 when off.
         attn_cp_size, dcp_size, pp_size: ranks of attention context, decode context and pipeline parallelism.
         two_batch_overlap, hisparse: features that bypass or replace the index path.
+        other_phase: the backend of the phase that is not ours, "dsv4" or ours.
         forced_kernels: the ``DSV41_SPARSE_KERNELS`` in force.
     """
 
@@ -57,6 +59,7 @@ class EngineFacts:
     pp_size: int = 1
     two_batch_overlap: bool = False
     hisparse: bool = False
+    other_phase: str = "dsv4"
     forced_kernels: Optional[str] = None
 
 
@@ -286,6 +289,15 @@ def _serving(facts: EngineFacts) -> list[Unmet]:
     ):
         if on:
             failures.append(Unmet("feature", name, "off: it splits the rows that share a schedule", f"Drop {flag}."))
+    if facts.other_phase not in ("dsv4", BACKEND_NAME):
+        failures.append(
+            Unmet(
+                "backend of the other phase",
+                facts.other_phase,
+                f"dsv4 or {BACKEND_NAME} for both prefill and decode",
+                "Drop --prefill-attention-backend or --decode-attention-backend, or set it to one of the two.",
+            )
+        )
     if facts.chunked_prefill_size is not None and facts.chunked_prefill_size <= 0:
         failures.append(
             Unmet(
@@ -368,7 +380,7 @@ def pool_facts(pool: Any, geometry: Optional[CandidateGeometry]) -> dict[str, An
 def gather(model_runner: Any) -> EngineFacts:
     """The facts of a SGLang ``ModelRunner`` whose pools exist."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
-    from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
+    from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_schedule
 
     from . import envs
 
@@ -388,4 +400,5 @@ def gather(model_runner: Any) -> EngineFacts:
     facts.attn_cp_size = parallel.attn_cp_size
     facts.dcp_size = parallel.dcp_size if parallel.dcp_enabled else 1
     facts.pp_size = parallel.pp_size
+    facts.other_phase = next((name for name in attention_backends() if name != BACKEND_NAME), BACKEND_NAME)
     return facts

@@ -112,9 +112,9 @@ def poison(rows: SparseRows) -> None:
 
 
 def key_at(keys: PagedKeys, slot: int) -> torch.Tensor:
-    """[128] float64 key of one pool slot, byte by byte."""
+    """[128] float64 key of one pool slot of a CPU pool, byte by byte."""
     page, offset = divmod(slot, keys.page_slots)
-    line = keys.pool[page].cpu()
+    line = keys.pool[page]
     values = []
     for byte in line[offset * 64 : offset * 64 + 64].tolist():
         values += [E2M1[byte & 15], E2M1[byte >> 4]]
@@ -134,7 +134,10 @@ def dense_scores(problem: Problem, row: int) -> torch.Tensor:
     length = int(rows.lens[row])
     if length == 0:
         return torch.empty(0, dtype=torch.float64)
-    k = torch.stack([key_at(problem.keys, slot_of(rows, row, p)) for p in range(length)])
+    keys = dataclasses.replace(problem.keys, pool=problem.keys.pool.cpu())
+    table = rows.block_table[row].tolist()
+    slots = [table[p // rows.table_slots] * rows.table_slots + p % rows.table_slots for p in range(length)]
+    k = torch.stack([key_at(keys, slot) for slot in slots])
     q, w = queries.q[row].cpu().double(), queries.weights[row].cpu().double()
     return ((q @ k.T).relu() * w[:, None]).sum(0)
 

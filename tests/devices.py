@@ -4,7 +4,7 @@ import torch
 
 HAS_GPU = torch.cuda.is_available() and torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
 # Under Triton's interpreter the portable set runs on CPU tensors, and only there.
-DEVICES = ["reference-cpu"] + (["reference-cuda", "portable-cuda"] if HAS_GPU else ["portable-cpu"])
+DEVICES = ["reference-cpu", "portable-cuda" if HAS_GPU else "portable-cpu"]
 
 
 def device_of(name: str) -> str:

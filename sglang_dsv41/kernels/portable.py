@@ -91,7 +91,7 @@ def _e2m1_pairs_to_e5m2(packed, UPCAST: tl.constexpr):
 
 @triton.jit
 def _dot_fp8(base, offset, inside, q0, q1, q2, q3, PAGE_SLOTS: tl.constexpr, UPCAST: tl.constexpr):
-    """[T, H] fp32 products of keys with E5M2 queries, one product a 32-group and its key scale applied after.
+    """[T, H] fp32 products of keys with E5M2 queries, 2^14 too small; a 32-group's key scale is applied after it.
 
     A group's sum is a multiple of 2^-2 below 2^11 in units of its scales, so the FP8 product is exact.
     """
@@ -117,7 +117,7 @@ def _dot_fp8(base, offset, inside, q0, q1, q2, q3, PAGE_SLOTS: tl.constexpr, UPC
             part = tl.dot(k.to(tl.float32), q.to(tl.float32), input_precision="ieee")
         else:
             part = tl.dot(k, q)
-        dot += part * (_ue8m0_to_fp32((scales >> (8 * group)) & 255) * 16384.0)[:, None]
+        dot += part * _ue8m0_to_fp32((scales >> (8 * group)) & 255)[:, None]
     return dot
 
 
@@ -164,7 +164,8 @@ def _paged_logits_kernel(
             )
             exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 32), 246)
             shrink = ((254 + 8 - exponent) << 23).to(tl.float32, bitcast=True)
-            q_scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+            # Undoes the shrink and the 2^-14 of the keys' E5M2 codes.
+            q_scale = ((exponent - 8 + 14) << 23).to(tl.float32, bitcast=True)
             f0, f1 = (q0 * shrink[None, :]).to(tl.float8e5), (q1 * shrink[None, :]).to(tl.float8e5)
             f2, f3 = (q2 * shrink[None, :]).to(tl.float8e5), (q3 * shrink[None, :]).to(tl.float8e5)
         else:

@@ -5,6 +5,7 @@ It decides what is right. Other sets are tested against it; without a GPU it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Optional
 
@@ -19,6 +20,12 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 GATHER_BYTES = 256 << 20
 
 
+@functools.cache
+def _e2m1_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The 16 values by code; made once, since a copy from the host cannot be captured in a CUDA graph."""
+    return torch.tensor(E2M1_VALUES, dtype=dtype, device=device)
+
+
 def dequantize_keys(keys: PagedKeys, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Index K at pool ``slots`` [...] as [..., 128] of ``dtype``; exact in fp32 and wider for exponents 1 to 254.
 
@@ -30,7 +37,7 @@ def dequantize_keys(keys: PagedKeys, slots: torch.Tensor, dtype: torch.dtype = t
     payload = keys.pool[page[..., None], offset[..., None] * 64 + torch.arange(64, device=device)]
     scale_at = keys.page_slots * 64 + offset[..., None] * 4 + torch.arange(4, device=device)
     exponents = keys.pool[page[..., None], scale_at].to(torch.int32)
-    values = torch.tensor(E2M1_VALUES, dtype=dtype, device=device)
+    values = _e2m1_values(dtype, device)
     codes = torch.stack([payload & 0x0F, payload >> 4], dim=-1).to(torch.int64)
     k = values[codes].flatten(-2).unflatten(-1, (4, 32))
     return torch.ldexp(k, (exponents - 127)[..., None]).flatten(-2)

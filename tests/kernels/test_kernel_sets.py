@@ -157,6 +157,7 @@ def test_selection_of_candidates(kernels_on, geometry, wanted):
         out_positions=None if wanted == "slots" else positions,
         out_slots=None if wanted == "positions" else slots,
     )
+    logits = logits.cpu()
     for row, length in enumerate(lens):
         blocks = [b for b in rows.sparse_indices[row].tolist() if b < INT32_MAX]
         candidates = visible_in(blocks, length, geometry.kernel_block)
@@ -177,6 +178,7 @@ def test_selection_of_visible(kernels_on):
     slots = torch.full((len(LENGTHS), SMALL.topk), 12345, dtype=torch.int32, device=rows.lens.device)
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows):
         kernels.select_visible(logits, rows, tile, slots)
+        logits = logits.cpu()
         for row in range(tile.start, tile.stop):
             scores = {slot_of(rows, row, p): float(logits[row - tile.start, p]) for p in range(problem.lens[row])}
             assert_selection(slots[row].tolist(), scores, SMALL.topk, tolerance=0)

@@ -166,6 +166,11 @@ LACKING = {
         ("feature", "two-batch overlap", "off", "Drop --enable-two-batch-overlap"),
     ),
     "HiSparse": (HOPPER, {"hisparse": True}, ("feature", "HiSparse", "off", "Drop --enable-hisparse")),
+    "another backend's phase": (
+        HOPPER,
+        {"other_phase": "triton"},
+        ("backend of the other phase", "triton", "dsv4 or dsv41-sparse", "--prefill-attention-backend"),
+    ),
     "no prefill chunks": (
         HOPPER,
         {"chunked_prefill_size": -1},
@@ -275,6 +280,7 @@ BAD = {
     "pp_size": (HOPPER, 2),
     "two_batch_overlap": (HOPPER, True),
     "hisparse": (HOPPER, True),
+    "other_phase": (HOPPER, "flashinfer"),
     "forced_kernels": (HOPPER, "fast"),
 }
 
@@ -440,7 +446,12 @@ def engine(monkeypatch):
     made = types.SimpleNamespace(
         runner=Runner(),
         overlap=types.SimpleNamespace(enable_two_batch_overlap=False),
-        kernel=types.SimpleNamespace(dsa_topk_backend="sgl-kernel"),
+        kernel=types.SimpleNamespace(
+            dsa_topk_backend="sgl-kernel",
+            attention_backend="dsv4",
+            prefill_attention_backend=None,
+            decode_attention_backend="dsv41-sparse",
+        ),
         schedule=types.SimpleNamespace(chunked_prefill_size=8192),
         parallel=types.SimpleNamespace(attn_cp_size=1, dcp_size=1, dcp_enabled=False, pp_size=1),
         capability=(9, 0),
@@ -472,6 +483,7 @@ def test_gathered_facts_of_a_good_engine(engine):
         ("runner.enable_hisparse", True, "HiSparse"),
         ("overlap.enable_two_batch_overlap", True, "two-batch overlap"),
         ("kernel.dsa_topk_backend", "torch", "--dsa-topk-backend torch"),
+        ("kernel.prefill_attention_backend", "triton", "triton"),
         ("schedule.chunked_prefill_size", -1, "--chunked-prefill-size -1"),
         ("parallel.attn_cp_size", 2, "prefill context parallelism over 2 ranks"),
         ("parallel.pp_size", 4, "pipeline parallelism over 4 ranks"),
