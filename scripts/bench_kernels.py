@@ -58,10 +58,14 @@ class Case:
         read = self.rows * GEOMETRY.columns * KEY_BYTES if not dense else requests * context * KEY_BYTES
         self.num_sets = max(1, min(MAX_SETS, -(-ROTATED_BYTES // read)))
         # Sets of a dense case need keys of their own; those of a sparse case differ by their blocks in a large pool.
-        pools = self.num_sets if dense else max(1, min(self.num_sets, ROTATED_BYTES // (requests * context * KEY_BYTES)))
+        pools = (
+            self.num_sets if dense else max(1, min(self.num_sets, ROTATED_BYTES // (requests * context * KEY_BYTES)))
+        )
         generator = torch.Generator(device=device).manual_seed(0)
         pages = pools * requests * context // PAGE_SLOTS + 1
-        pool = torch.randint(0, 256, (pages, PAGE_SLOTS * KEY_BYTES), dtype=torch.uint8, device=device, generator=generator)
+        pool = torch.randint(
+            0, 256, (pages, PAGE_SLOTS * KEY_BYTES), dtype=torch.uint8, device=device, generator=generator
+        )
         pool[:, PAGE_SLOTS * 64 :] = torch.randint(
             118, 128, (pages, PAGE_SLOTS * 4), dtype=torch.uint8, device=device, generator=generator
         )
@@ -127,13 +131,10 @@ class Case:
 
     def ours_consumer(self, s: Inputs):
         logits = self.ours_sparse(s)
-        self.kernels.select_candidates(
-            logits, s.rows, slice(0, self.rows), out_positions=None, out_slots=s.out_slots
-        )
+        self.kernels.select_candidates(logits, s.rows, slice(0, self.rows), out_positions=None, out_slots=s.out_slots)
 
     def ours_dense(self, s: Inputs):
-        for _, logits in self.kernels.dense_logits_tiles(s.queries, self.keys, s.rows):
-            pass
+        ((_, logits),) = self.kernels.dense_logits_tiles(s.queries, self.keys, s.rows)  # one tile at these sizes
         return logits
 
     def ours_source(self, s: Inputs):
@@ -199,7 +200,9 @@ class Case:
             b = b.gather(1, at.clamp_max(self.context - 1))
         error = ((a - b).abs() / b.abs().amax(1, keepdim=True)).max().item()
         equal = (a == b).double().mean().item()
-        print(f"  checked: {equal:.4%} of logits equal bit for bit, largest difference {error:.2e} of the row's largest")
+        print(
+            f"  checked: {equal:.4%} of logits equal bit for bit, largest difference {error:.2e} of the row's largest"
+        )
         if not error < 2e-2:
             raise SystemExit(f"{kind}: our logits differ from SGLang's by {error} of the row's largest")
 
@@ -276,7 +279,9 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/kernels.json", help="result file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench_kernels.py needs a CUDA GPU of compute capability 9.0 (H100, H200, H20): none is visible")
+        raise SystemExit(
+            "bench_kernels.py needs a CUDA GPU of compute capability 9.0 (H100, H200, H20): none is visible"
+        )
     if torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit(
             "bench_kernels.py compares with SGLang's Hopper kernels; this GPU has compute capability %d.%d, not 9.0"

@@ -5,7 +5,7 @@ A source publishes one ``CandidateSchedule`` a step; the consumers of the step s
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 from sglang.srt.layers.attention.dsv4.v41_indexer.scoring import prefill_index_plan
 from sglang.srt.layers.attention.dsv4.v41_indexer.types import DecodeInputs, PrefillInputs
@@ -61,7 +61,7 @@ class SparseCandidateIndexer:
         _pad_rows(inputs.out_page_indices, rows.num_rows)
         return CandidateSchedule(rows=rows, geometry=self.geometry)
 
-    def consume_decode(self, inputs: DecodeInputs, published: Optional[CandidateSchedule]) -> None:
+    def consume_decode(self, inputs: DecodeInputs, published: CandidateSchedule | None) -> None:
         """Select the top-k of each row among its published blocks."""
         mode = "verify" if inputs.is_verify else "decode"
         schedule = self._checked(published, inputs, mode)
@@ -73,7 +73,7 @@ class SparseCandidateIndexer:
 
     # ---- extend ----
 
-    def publish_prefill(self, inputs: PrefillInputs) -> Optional[CandidateSchedule]:
+    def publish_prefill(self, inputs: PrefillInputs) -> CandidateSchedule | None:
         """SGLang's own dense pass over the chunk; its blocks become our schedule."""
         chosen = self.prefill_source.publish_prefill(inputs)
         rows = self._prefill_rows(inputs)
@@ -82,7 +82,7 @@ class SparseCandidateIndexer:
         self.kernels.expand(chosen.blocks[: rows.num_rows], rows, slice(0, rows.num_rows))
         return CandidateSchedule(rows=rows, geometry=self.geometry)
 
-    def consume_prefill(self, inputs: PrefillInputs, published: Optional[CandidateSchedule]) -> None:
+    def consume_prefill(self, inputs: PrefillInputs, published: CandidateSchedule | None) -> None:
         """Select the top-k of each row of the chunk among its published blocks."""
         inputs.reset_outputs()
         schedule = self._checked(published, inputs, "extend")
@@ -119,7 +119,7 @@ class SparseCandidateIndexer:
             kernels.select_candidates(logits, rows, tile, out_positions=out_positions, out_slots=out_slots)
         kernels.calls[f"consume_{mode}"] += 1
 
-    def _checked(self, published: Optional[CandidateSchedule], inputs, mode: str) -> Optional[CandidateSchedule]:
+    def _checked(self, published: CandidateSchedule | None, inputs, mode: str) -> CandidateSchedule | None:
         """The schedule, or None where there is nothing to select.
 
         Raises:
@@ -162,7 +162,7 @@ class SparseCandidateIndexer:
             scheduled=scheduled,
         )
 
-    def _prefill_rows(self, inputs: PrefillInputs) -> Optional[SparseRows]:
+    def _prefill_rows(self, inputs: PrefillInputs) -> SparseRows | None:
         plans = inputs.index_plans
         plan = plans.get(inputs.compress_ratio) if plans is not None else None
         if plan is None:

@@ -7,7 +7,7 @@ found, what is needed and what to change. There is no fall-back to dense scoring
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional
+from typing import Any
 
 from . import BACKEND_NAME
 from .geometry import HEAD_DIM, CandidateGeometry, GeometryError
@@ -43,24 +43,24 @@ class EngineFacts:
         forced_kernels: the ``DSV41_SPARSE_KERNELS`` in force.
     """
 
-    model_type: Optional[str] = None
-    geometry: Optional[CandidateGeometry] = None
-    geometry_error: Optional[str] = None
+    model_type: str | None = None
+    geometry: CandidateGeometry | None = None
+    geometry_error: str | None = None
     platform: str = "cuda"
-    capability: Optional[tuple[int, int]] = None
-    deepgemm_error: Optional[str] = None
-    pool_error: Optional[str] = None
-    index_page: Optional[int] = None
-    pool_stride: Optional[int] = None
+    capability: tuple[int, int] | None = None
+    deepgemm_error: str | None = None
+    pool_error: str | None = None
+    index_page: int | None = None
+    pool_stride: int | None = None
     topk_backend: str = "sgl-kernel"
-    chunked_prefill_size: Optional[int] = None
+    chunked_prefill_size: int | None = None
     attn_cp_size: int = 1
     dcp_size: int = 1
     pp_size: int = 1
     two_batch_overlap: bool = False
     hisparse: bool = False
     other_phase: str = "dsv4"
-    forced_kernels: Optional[str] = None
+    forced_kernels: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RequirementsError(RuntimeError):
         )
 
 
-def kernel_set_of(facts: EngineFacts) -> Optional[str]:
+def kernel_set_of(facts: EngineFacts) -> str | None:
     """The kernel set the facts lead to, or None where no set serves the device."""
     if facts.forced_kernels is not None:
         return facts.forced_kernels if facts.forced_kernels in KERNEL_SETS else None
@@ -131,7 +131,12 @@ def _model(facts: EngineFacts) -> list[Unmet]:
     geometry, failures = facts.geometry, []
     if geometry.head_dim != HEAD_DIM:
         failures.append(
-            Unmet("index head", f"index_head_dim {geometry.head_dim}", str(HEAD_DIM), "Use a released checkpoint's config.")
+            Unmet(
+                "index head",
+                f"index_head_dim {geometry.head_dim}",
+                str(HEAD_DIM),
+                "Use a released checkpoint's config.",
+            )
         )
     if geometry.heads < 16 or geometry.heads & (geometry.heads - 1):
         failures.append(
@@ -323,7 +328,7 @@ def model_facts(config: Any) -> dict[str, Any]:
     return facts
 
 
-def device_facts(device_index: Optional[int] = None) -> dict[str, Any]:
+def device_facts(device_index: int | None = None) -> dict[str, Any]:
     """``platform``, ``capability`` and ``deepgemm_error`` of this process's GPU."""
     import torch
 
@@ -336,7 +341,7 @@ def device_facts(device_index: Optional[int] = None) -> dict[str, Any]:
     return facts
 
 
-def deepgemm_error(capability: Optional[tuple[int, int]]) -> Optional[str]:
+def deepgemm_error(capability: tuple[int, int] | None) -> str | None:
     """Why DeepGEMM's sparse MQA logits cannot run at ``capability``, None if they can.
 
     An installed DeepGEMM exposes the entry points on every GPU and asserts inside them, so the capability is asked
@@ -353,7 +358,7 @@ def deepgemm_error(capability: Optional[tuple[int, int]]) -> Optional[str]:
     return None
 
 
-def pool_facts(pool: Any, geometry: Optional[CandidateGeometry]) -> dict[str, Any]:
+def pool_facts(pool: Any, geometry: CandidateGeometry | None) -> dict[str, Any]:
     """``pool_error``, ``index_page`` and ``pool_stride`` of SGLang's token-to-KV pool at the source layer."""
     if geometry is None:
         return {}

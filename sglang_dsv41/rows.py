@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -45,11 +45,11 @@ class SparseRows:
     sparse_indices: torch.Tensor
     physical_blocks: torch.Tensor
     end: torch.Tensor
-    row_indices: Optional[torch.Tensor] = None
+    row_indices: torch.Tensor | None = None
     is_verify: bool = False
-    rows_per_request: Optional[list[int]] = None
-    paged_metadata: Optional[Any] = None
-    kernel_metadata: Optional[Any] = None
+    rows_per_request: list[int] | None = None
+    paged_metadata: Any | None = None
+    kernel_metadata: Any | None = None
 
     @property
     def num_rows(self) -> int:
@@ -154,10 +154,10 @@ class RowBuffers:
         ratio: int,
         block_table: torch.Tensor,
         table_slots: int,
-        request_rows: Optional[torch.Tensor] = None,
-        request_starts: Optional[torch.Tensor] = None,
-        rows_per_request: Optional[list[int]] = None,
-        paged_metadata: Optional[Any] = None,
+        request_rows: torch.Tensor | None = None,
+        request_starts: torch.Tensor | None = None,
+        rows_per_request: list[int] | None = None,
+        paged_metadata: Any | None = None,
         is_verify: bool = False,
         scheduled: bool = True,
     ) -> SparseRows:

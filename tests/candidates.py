@@ -147,7 +147,9 @@ def oracle_blocks(scores: torch.Tensor, geometry: CandidateGeometry) -> list[int
     length, size = scores.numel(), geometry.block_size
     count = -(-length // size)
     newest = (length - 1) // size
-    best = sorted(range(count), key=lambda b: (-math.inf if b == newest else -float(scores[b * size : b * size + size].max())))
+    best = sorted(
+        range(count), key=lambda b: -math.inf if b == newest else -float(scores[b * size : b * size + size].max())
+    )
     return sorted(best[: geometry.topk_blocks])
 
 

@@ -52,12 +52,10 @@ class IndexQueries:
 
     q: torch.Tensor
     weights: torch.Tensor
-    q_scale: Optional[torch.Tensor] = None
+    q_scale: torch.Tensor | None = None
 
     def __getitem__(self, rows: slice) -> IndexQueries:
-        return IndexQueries(
-            self.q[rows], self.weights[rows], None if self.q_scale is None else self.q_scale[rows]
-        )
+        return IndexQueries(self.q[rows], self.weights[rows], None if self.q_scale is None else self.q_scale[rows])
 
 
 class KernelSet(abc.ABC):
@@ -117,8 +115,8 @@ class KernelSet(abc.ABC):
         rows: SparseRows,
         tile: slice,
         *,
-        out_positions: Optional[torch.Tensor],
-        out_slots: Optional[torch.Tensor],
+        out_positions: torch.Tensor | None,
+        out_slots: torch.Tensor | None,
     ) -> None:
         """A tile's top-k of compact logits, as positions and/or pool slots of the same picks, unordered, -1 padded,
         into ``out_*[tile]``; either may be absent."""
@@ -129,7 +127,7 @@ class KernelSet(abc.ABC):
             yield slice(start, min(start + self.buffers.rows_per_pass, num_rows))
 
 
-def kernel_set_name(capability: Optional[tuple[int, int]], forced: Optional[str] = None) -> Optional[str]:
+def kernel_set_name(capability: tuple[int, int] | None, forced: str | None = None) -> str | None:
     """The kernel set for a CUDA capability (None: no CUDA device), or None where there is none.
 
     Raises:

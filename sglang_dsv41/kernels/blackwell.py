@@ -7,7 +7,7 @@ The selections are SGLang's; the schedule is ours, so it lives in buffers alloca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -60,8 +60,11 @@ class BlackwellKernels(CandidateSelection, KernelSet):
         for tile, schedule in metadata.row_chunks():
             self.calls["dense_logits"] += 1
             q, lens, table = data.paged_logits_args(metadata, tile)
-            yield tile, deep_gemm_fp4_paged_mqa_logits(
-                q, data.k_cache, data.weights[tile], lens, table, schedule, metadata.max_compressed_seq_len
+            yield (
+                tile,
+                deep_gemm_fp4_paged_mqa_logits(
+                    q, data.k_cache, data.weights[tile], lens, table, schedule, metadata.max_compressed_seq_len
+                ),
             )
 
     def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
@@ -143,8 +146,8 @@ class BlackwellKernels(CandidateSelection, KernelSet):
         rows: SparseRows,
         tile: slice,
         *,
-        out_positions: Optional[torch.Tensor],
-        out_slots: Optional[torch.Tensor],
+        out_positions: torch.Tensor | None,
+        out_slots: torch.Tensor | None,
     ) -> None:
         self.calls["select_candidates"] += 1
         self._select_on_gpu(logits, rows, tile, out_positions, out_slots)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Optional
 
 import torch
 import triton
@@ -96,9 +95,7 @@ def _dot_fp8(base, offset, inside, q0, q1, q2, q3, PAGE_SLOTS: tl.constexpr, UPC
     A group's sum is a multiple of 2^-2 below 2^11 in units of its scales, so the FP8 product is exact.
     """
     byte = tl.arange(0, 16)
-    scales = tl.load(
-        (base + PAGE_SLOTS * _PAYLOAD + offset * 4).to(tl.pointer_type(tl.int32)), mask=inside, other=0
-    )
+    scales = tl.load((base + PAGE_SLOTS * _PAYLOAD + offset * 4).to(tl.pointer_type(tl.int32)), mask=inside, other=0)
     dot = tl.zeros((offset.shape[0], q0.shape[1]), dtype=tl.float32)
     for group in tl.static_range(4):
         packed = tl.load(
@@ -311,7 +308,7 @@ def paged_index_logits(
     table_slots: int,
     lens: torch.Tensor,
     out: torch.Tensor,
-    fp8: Optional[bool] = None,
+    fp8: bool | None = None,
 ) -> None:
     """Score each row's first ``lens`` columns, read through its page-table line.
 
@@ -410,8 +407,8 @@ def map_columns(
     tile: slice,
     geometry: CandidateGeometry,
     *,
-    out_positions: Optional[torch.Tensor],
-    out_slots: Optional[torch.Tensor],
+    out_positions: torch.Tensor | None,
+    out_slots: torch.Tensor | None,
 ) -> None:
     """Compact columns [tile, top-k] to positions and/or pool slots of ``out_*[tile]``, the whole width written."""
     positions = None if out_positions is None else out_positions[tile]
@@ -538,8 +535,8 @@ class PortableKernels(CandidateSelection, KernelSet):
         rows: SparseRows,
         tile: slice,
         *,
-        out_positions: Optional[torch.Tensor],
-        out_slots: Optional[torch.Tensor],
+        out_positions: torch.Tensor | None,
+        out_slots: torch.Tensor | None,
     ) -> None:
         self.calls["select_candidates"] += 1
         if logits.shape[0] == 0:

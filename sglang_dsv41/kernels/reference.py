@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Optional
 
 import torch
 
@@ -54,9 +53,7 @@ def paged_index_logits(queries: IndexQueries, keys: PagedKeys, slots: torch.Tens
     return logits.masked_fill(~slots_in_pool(keys, slots), -torch.inf)
 
 
-def index_logits(
-    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, *, rounding: bool = True
-) -> torch.Tensor:
+def index_logits(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, *, rounding: bool = True) -> torch.Tensor:
     """score = sum over heads of weight_h * relu(q_h . k).
 
     Args:
@@ -196,9 +193,7 @@ class ReferenceKernels(KernelSet):
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["choose_blocks"] += 1
-        return choose_candidate_blocks(
-            logits, rows.lens[tile], self.geometry.topk_blocks, self.geometry.block_size
-        )
+        return choose_candidate_blocks(logits, rows.lens[tile], self.geometry.topk_blocks, self.geometry.block_size)
 
     def expand(self, blocks: torch.Tensor, rows: SparseRows, tile: slice) -> None:
         self.calls["expand"] += 1
@@ -230,8 +225,8 @@ class ReferenceKernels(KernelSet):
         rows: SparseRows,
         tile: slice,
         *,
-        out_positions: Optional[torch.Tensor],
-        out_slots: Optional[torch.Tensor],
+        out_positions: torch.Tensor | None,
+        out_slots: torch.Tensor | None,
     ) -> None:
         self.calls["select_candidates"] += 1
         picks = topk_columns(logits, rows.end[tile], self.geometry.topk)

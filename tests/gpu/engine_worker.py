@@ -1,6 +1,6 @@
 """One offline engine in a process of its own: sends prompts one at a time and writes the tokens.
 
-    python -m tests.gpu.engine_worker JOB.json     {"engine": {...}, "requests": [{"ids": [...], "new": 16}, ...], "out": FILE}
+python -m tests.gpu.engine_worker JOB.json     {"engine": {...}, "requests": [{"ids": [...], "new": 16}, ...], "out": FILE}
 """
 
 import json

@@ -4,6 +4,7 @@ Needs one GPU of compute capability 9.0 with 60 GB free and SGLang 0.5.23. DSV41
 reports in a folder.
 """
 
+import concurrent.futures
 import json
 import os
 import random
@@ -31,7 +32,9 @@ def engine_args(model: Path, backend: str, **changes) -> dict:
         load_format="dummy",
         attention_backend=backend,
         context_length=CONTEXT,
-        mem_fraction_static=0.6,
+        # The engines of this module run at once on one GPU.
+        mem_fraction_static=0.7,
+        max_total_tokens=300_000,
         cuda_graph_max_bs_decode=8,
         disable_flashinfer_autotune=True,
         random_seed=1,
@@ -78,21 +81,36 @@ def prompts() -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def folder():
-    path = Path(tempfile.mkdtemp(prefix="dsv41-server-"))
-    write_model(path / "tiny", "tiny")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+def engines():
+    """Three engines at once: ours and stock on the same prompts, and ours with a DSpark draft."""
+    folder = Path(tempfile.mkdtemp(prefix="dsv41-server-"))
+    tiny, dspark = folder / "tiny", folder / "dspark"
+    write_model(tiny, "tiny")
+    write_model(dspark, "tiny", dspark=True)
+    ids = prompts()[2]["ids"]
+    drafted = [{"ids": ids, "new": 24}, {"ids": ids[:400], "new": 24}, {"ids": ids[:40], "new": 1}]
+    jobs = {
+        "ours": (engine_args(tiny, "dsv41-sparse"), prompts(), True),
+        "stock": (engine_args(tiny, "dsv4"), prompts(), False),
+        "dspark": (engine_args(dspark, "dsv41-sparse", speculative_algorithm="DSPARK"), drafted, True),
+    }
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        futures = {
+            name: pool.submit(run_engine, folder, name, engine, requests, probe=probe)
+            for name, (engine, requests, probe) in jobs.items()
+        }
+        yield futures
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def ours(folder):
-    return run_engine(folder, "ours", engine_args(folder / "tiny", "dsv41-sparse"), prompts(), probe=True)
+@pytest.fixture
+def ours(engines):
+    return engines["ours"].result()
 
 
-@pytest.fixture(scope="module")
-def stock(folder):
-    return run_engine(folder, "stock", engine_args(folder / "tiny", "dsv4"), prompts(), probe=False)
+@pytest.fixture
+def stock(engines):
+    return engines["stock"].result()
 
 
 def test_backend_serves_with_cuda_graphs(ours):
@@ -133,18 +151,9 @@ def test_prefix_hits(ours):
         assert report["tokens"][2 * i] == report["tokens"][2 * i + 1], f"prefix hit at {length} changed the tokens"
 
 
-def test_verify_rows_run_sparse(folder):
+def test_verify_rows_run_sparse(engines):
     """DSpark's target-verify rows go through the sparse path, with selections equal to SGLang's."""
-    write_model(folder / "dspark", "tiny", dspark=True)
-    ids = [random.Random(7).randrange(16, 4000) for _ in range(20000)]
-    engine = engine_args(
-        folder / "dspark",
-        "dsv41-sparse",
-        speculative_algorithm="DSPARK",
-        speculative_draft_model_path=str(folder / "dspark"),
-    )
-    requests = [{"ids": ids, "new": 24}, {"ids": ids[:400], "new": 24}, {"ids": ids[:40], "new": 1}]
-    _, probe, log = run_engine(folder, "dspark", engine, requests, probe=True)
+    _, probe, log = engines["dspark"].result()
     seen = probe["verify"]
     assert seen["calls"] >= 4 and seen["rows"] > 0 and seen["short"] == 0, (seen, log[-2000:])
     assert seen["overlap"] >= 0.99 and seen["gap"] <= 2e-2, seen

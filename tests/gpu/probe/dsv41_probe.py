@@ -95,6 +95,7 @@ class Probe:
 
     def compare(self, indexer, inputs, mode, published, ours, stock) -> None:
         import torch
+
         from sglang_dsv41.kernels.reference import paged_index_logits
 
         stats = self.stats[MODES.index(mode)]
