@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import importlib
 from collections.abc import Iterator
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 import torch
 
