@@ -20,6 +20,7 @@ LABELS = {
     "sparse_logits": "consumer's logits",
     "consumer_pass": "consumer's whole pass",
     "dense_logits": "source's logits",
+    "source_pass": "source's whole pass",
     "verify_dense": "source's logits, verify rows",
     "decode": "decode",
     "prefill": "prefill",

@@ -17,7 +17,7 @@ DEFAULT_VOCAB_SIZE = 10240
 DEFAULT_MAX_POSITION = 1 << 20
 
 # The spellings that SGLang's chat encoding of this model writes, so that a chat prompt meets its special tokens.
-BOS, EOS, PAD, USER, ASSISTANT, THINK, END_THINK, MASK = SPECIAL_TOKENS = (
+BOS, EOS, PAD, USER, ASSISTANT, THINK, END_THINK, MASK, SYSTEM, REMINDER, TOOLS = SPECIAL_TOKENS = (
     "<｜begin▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
     "<｜▁pad▁｜>",
@@ -26,6 +26,9 @@ BOS, EOS, PAD, USER, ASSISTANT, THINK, END_THINK, MASK = SPECIAL_TOKENS = (
     "<think>",
     "</think>",
     "<｜mask｜>",
+    "<｜System｜>",
+    "<｜latest_reminder｜>",
+    "｜DSML｜",
 )
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 MASK_ID = SPECIAL_TOKENS.index(MASK)

@@ -509,9 +509,9 @@ class PortableKernels(CandidateSelection, KernelSet):
         self.calls["choose_blocks"] += 1
         geometry, lens = self.geometry, rows.lens[tile]
         if self._deep_select and geometry.block_size == 8:
-            from sglang.kernels.ops.attention.dsv4.candidate_blocks import amax_topk_blocks
+            from sglang.kernels.ops.attention.dsv4.candidate_blocks import amax_topk_blocks, candidate_row_lens
 
-            nblocks = torch.div(lens + (geometry.block_size - 1), geometry.block_size, rounding_mode="floor")
+            nblocks, _ = candidate_row_lens(lens, geometry.topk_blocks, geometry.block_size)
             return amax_topk_blocks(logits, lens, nblocks, geometry.topk_blocks)
         keys = block_maxima(logits, lens, geometry.block_size)
         best = keys.topk(min(geometry.topk_blocks, keys.shape[1]), dim=1, sorted=False)

@@ -23,6 +23,7 @@ PROBE = Path(__file__).resolve().parent / "probe"
 CONTEXT = 135168
 LENGTHS = (300, 20000, 131072)
 NEW_TOKENS = 16
+CHUNK = 8192
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
 
 
@@ -38,7 +39,9 @@ def engine_args(model: Path, backend: str, **changes) -> dict:
         cuda_graph_max_bs_decode=8,
         disable_flashinfer_autotune=True,
         random_seed=1,
+        log_level="info",
         skip_tokenizer_init=True,
+        chunked_prefill_size=CHUNK,
     )
     return {**args, **changes}
 
@@ -117,12 +120,14 @@ def test_backend_serves_with_cuda_graphs(ours):
     _, _, log = ours
     assert "dsv41-sparse: layers [8, 9, 10, 11] score 2048 blocks of 8 positions a row" in log
     assert "Kernels: portable" in log
-    assert "Capture decode CUDA graph" in log or "Capture cuda graph" in log or "cuda graph" in log.lower()
+    assert "Serves prefill and decode" in log
+    assert "Capture target decode CUDA graph end. bs=[1, 2, 4, 8]" in log and "cuda graph: True" in log
 
 
 def test_selections_equal_stock(ours):
     _, probe, _ = ours
-    for mode in ("decode", "extend"):
+    assert probe["source"]["blocks"] <= 1e-2, probe["source"]
+    for mode in ("source", "decode", "extend"):
         seen = probe[mode]
         assert seen["rows"] > 0 and seen["short"] == 0, (mode, seen)
         assert seen["overlap"] >= 0.99, (mode, seen)
@@ -145,9 +150,9 @@ def test_prefix_hits(ours):
     report = ours[0]
     for i, length in enumerate(LENGTHS):
         cold, hit = report["cached"][2 * i : 2 * i + 2]
-        assert cold == 0 or length < 512, (length, cold)
-        if length > 512:
-            assert hit >= length - 512, (length, hit)
+        assert cold == 0, (length, cold)
+        # SGLang keeps the sliding-window state of whole chunks, so a hit may end a chunk early.
+        assert hit >= length - CHUNK or length < CHUNK, (length, hit)
         assert report["tokens"][2 * i] == report["tokens"][2 * i + 1], f"prefix hit at {length} changed the tokens"
 
 

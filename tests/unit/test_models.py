@@ -190,3 +190,43 @@ class TestFolder:
         ids = recipe.encode({"messages": [{"role": "user", "content": "hi there"}], "thinking": False})
         special = [token for token in tokenizer.convert_ids_to_tokens(ids) if token in models.SPECIAL_TOKENS]
         assert special == [models.BOS, models.USER, models.ASSISTANT, models.END_THINK]
+
+    def test_sglang_server_starts_its_chat_encoding(self, tmp_path):
+        """What the server encodes when it starts, and what a chat with tools and a system prompt needs."""
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("sglang")
+        pytest.importorskip("deepseek_recipe")
+        from sglang.srt.entrypoints.openai.serving_deepseek_recipe import DeepSeekRecipeChatEncodingAdapter
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.write(tmp_path))
+        adapter = DeepSeekRecipeChatEncodingAdapter(
+            chat_encoding_spec="dsv41",
+            tokenizer=tokenizer,
+            reasoning_parser=None,
+            tool_call_parser=None,
+            chat_hooks=None,
+            default_chat_template_kwargs=None,
+        )
+        tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+        for thinking in (True, False):
+            ids = adapter.deepseek_recipe.encode(
+                {
+                    "messages": [
+                        {"role": "system", "content": "be brief"},
+                        {"role": "user", "content": "hi"},
+                        {
+                            "role": "assistant",
+                            "content": "",
+                            "tool_calls": [
+                                {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+                            ],
+                        },
+                        {"role": "tool", "tool_call_id": "1", "content": "3"},
+                        {"role": "user", "content": "and"},
+                    ],
+                    "tools": [tool],
+                    "thinking": thinking,
+                }
+            )
+            assert models.SPECIAL_TOKENS.index(models.SYSTEM) in ids
+            assert models.SPECIAL_TOKENS.index(models.TOOLS) in ids

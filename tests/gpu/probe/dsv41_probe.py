@@ -1,23 +1,27 @@
 """A test-only SGLang plugin: compares our selections with SGLang's own inside a live server.
 
-Every publish and consume of ours also runs SGLang's Hopper code on the same inputs, into outputs of its own, and counts on
-the device how the two selections differ, so that replays of a CUDA graph count too. Put this folder on PYTHONPATH and set
-DSV41_PROBE_OUT to a file; it is rewritten at the start of every extend. One JSON object a mode:
+Every publish and consume of ours also runs SGLang's Hopper code on the same inputs, into outputs of its own, and counts
+on the device how the two differ, so that replays of a CUDA graph count too. SGLang's consumers get the blocks that ours
+published: which of two equal blocks is published is a free choice, and would change a consumer's picks far from its cut.
+Put this folder on PYTHONPATH and set DSV41_PROBE_OUT to a file; it is rewritten at the start of every extend. One JSON
+object for each of source, decode, verify and extend:
 
-    calls    sparse consumer passes that ran, graph replays included
+    calls    passes that ran, graph replays included
     rows     live rows compared
-    overlap  smallest share of SGLang's picks that ours holds too, over all rows
-    mean     mean share
+    overlap  smallest share of SGLang's picks that ours holds too or that equal our cut exactly, over all rows
+    same     smallest share that ours holds, exact ties at the cut counted as different
+    mean     mean of `same`
     gap      largest amount by which a pick of one side that the other lacks lies off the cut, in units of the row's
-             largest score: 0 when all differences are ties at the cut
+             largest score: 0 when all differences are ties
     short    rows whose numbers of picks differ
+    blocks   source only: largest difference of the published blocks' maxima, sorted, in units of the row's largest
 """
 
 import json
 import os
 
-MODES = ("decode", "verify", "extend")
-CALLS, ROWS, OVERLAP, TOTAL, GAP, SHORT = range(6)
+MODES = ("source", "decode", "verify", "extend")
+CALLS, ROWS, OVERLAP, SAME, TOTAL, GAP, SHORT, BLOCKS = range(8)
 # Rows compared at once in an extend: [rows, 512, 512] booleans.
 COMPARED_ROWS = 256
 
@@ -44,8 +48,12 @@ class Probe:
 
         def decode_publish(self, inputs):
             probe.prepare(self, inputs)
-            probe.stock_published["decode"] = probe.stock.publish_decode(with_outputs(inputs))
-            return publish_decode(self, inputs)
+            theirs = with_outputs(inputs)
+            stock = probe.stock.publish_decode(theirs)
+            published = publish_decode(self, inputs)
+            probe.compare(self, inputs, "source", published, inputs.out_page_indices, theirs.out_page_indices)
+            probe.stock_published["decode"] = probe.compare_blocks(self, inputs, published, stock)
+            return published
 
         def decode_consume(self, inputs, published):
             consume_decode(self, inputs, published)
@@ -82,8 +90,8 @@ class Probe:
         from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
 
         device = inputs.positions.device
-        self.stats = torch.zeros((len(MODES), 6), dtype=torch.float64, device=device)
-        self.stats[:, OVERLAP] = 1.0
+        self.stats = torch.zeros((len(MODES), 8), dtype=torch.float64, device=device)
+        self.stats[:, OVERLAP] = self.stats[:, SAME] = 1.0
         geometry = indexer.geometry
         self.stock = DenseBlocksBackend(
             token_to_kv_pool=indexer.token_to_kv_pool,
@@ -92,6 +100,33 @@ class Probe:
             candidate_block_size=geometry.block_size,
             use_deep_gemm_prefill=False,
         )
+
+    def compare_blocks(self, indexer, inputs, published, stock):
+        """Compare the block choices by their maxima; returns our blocks as SGLang's publish."""
+        import torch
+        from sglang.kernels.ops.attention.dsv4.candidate_blocks import candidate_block_mask
+        from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import BlockIds
+
+        rows = published.rows
+        width = rows.block_table.shape[1] * rows.table_slots
+        logits = indexer.buffers.dense_logits(rows.num_rows, width).float()
+        ours = torch.where(rows.sparse_indices < 2**31 - 1, rows.sparse_indices, -1)
+        sides = []
+        for blocks in (ours, stock.blocks):
+            position = blocks.long().clamp_min(0)[:, :, None] * 8 + torch.arange(8, device=blocks.device)
+            seen = (blocks >= 0)[:, :, None] & (position < rows.lens[:, None, None])
+            value = logits.gather(1, position.clamp_max(width - 1).flatten(1)).view(position.shape)
+            best = value.masked_fill(~seen, -torch.inf).amax(2)
+            sides.append(best.sort(1, descending=True).values)
+        largest = sides[1].masked_fill(torch.isinf(sides[1]), 0).abs().amax(1, keepdim=True).clamp_min(1e-30)
+        # The newest block is published whatever its maximum, by both; absent ones (-inf) must be as many on both sides.
+        off = torch.where(sides[0] == sides[1], 0, (sides[0] - sides[1]).abs() / largest).amax()
+        stats = self.stats[MODES.index("source")]
+        stats[BLOCKS] = torch.maximum(stats[BLOCKS], off.double())
+        lmax = min(
+            inputs.paged_metadata.max_compressed_seq_len, self.stock.req_to_token.shape[1] // inputs.compress_ratio
+        )
+        return BlockIds(blocks=ours, decode_mask=candidate_block_mask(ours, lmax, 8))
 
     def compare(self, indexer, inputs, mode, published, ours, stock) -> None:
         import torch
@@ -110,7 +145,6 @@ class Probe:
             held_by_stock = (a[:, :, None] == b[:, None, :]).any(2)
             picked_a, picked_b = a >= 0, b >= 0
             count = picked_b.sum(1)
-            share = torch.where(live, (held_by_ours & picked_b).sum(1) / count.clamp_min(1), 1.0).double()
             scores_a = torch.empty(a.shape, dtype=torch.float32, device=a.device)
             scores_b = torch.empty_like(scores_a)
             for row in range(0, a.shape[0], 16):
@@ -123,10 +157,14 @@ class Probe:
             largest = scores_b.masked_fill(~picked_b, 0).abs().amax(1, keepdim=True).clamp_min(1e-30)
             off_a = ((scores_a - cut_b).abs() / largest).masked_fill(~picked_a | held_by_stock, 0).amax(1)
             off_b = ((scores_b - cut_a).abs() / largest).masked_fill(~picked_b | held_by_ours, 0).amax(1)
+            tied = held_by_ours | (scores_b == cut_a)
+            share = torch.where(live, (held_by_ours & picked_b).sum(1) / count.clamp_min(1), 1.0).double()
+            overlap = torch.where(live, (tied & picked_b).sum(1) / count.clamp_min(1), 1.0).double()
             gap = torch.where(live, torch.maximum(off_a, off_b), 0).double()
             stats[ROWS] += live.sum()
             stats[TOTAL] += torch.where(live, share, 0).sum()
-            stats[OVERLAP] = torch.minimum(stats[OVERLAP], share.amin())
+            stats[SAME] = torch.minimum(stats[SAME], share.amin())
+            stats[OVERLAP] = torch.minimum(stats[OVERLAP], overlap.amin())
             stats[GAP] = torch.maximum(stats[GAP], gap.amax())
             stats[SHORT] += (live & (picked_a.sum(1) != count)).sum()
 
@@ -147,9 +185,11 @@ class Probe:
                 "calls": int(values[CALLS]),
                 "rows": int(values[ROWS]),
                 "overlap": values[OVERLAP],
+                "same": values[SAME],
                 "mean": values[TOTAL] / values[ROWS] if values[ROWS] else None,
                 "gap": values[GAP],
                 "short": int(values[SHORT]),
+                "blocks": values[BLOCKS],
             }
         partial = f"{self.path}.partial"
         with open(partial, "w") as file:
