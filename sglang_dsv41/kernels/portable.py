@@ -8,6 +8,7 @@ for bit.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -23,9 +24,6 @@ from .reference import topk_columns
 # SGLang's selection kernel for compact rows: at most this many columns and picks.
 SELECT_MAX_COLUMNS = 16384
 SELECT_MAX_TOPK = 2048
-# Tile of columns a program scores at once, and thread blocks a streaming multiprocessor the grid aims at.
-TILE_COLUMNS = 64
-BLOCKS_PER_SM = 8
 
 _PAYLOAD = tl.constexpr(64)  # bytes of packed E2M1 a position
 _INT32_MAX = tl.constexpr(INT32_MAX)
@@ -290,6 +288,23 @@ def _map_columns_kernel(
         tl.store(slots_ptr + row * slots_stride + lane, slot, mask=lane < slots_width)
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoringConfig:
+    """How the scoring kernel is launched; the default won the sweep of scripts/bench_variants.py.
+
+    Attributes:
+        tile_columns: columns a program scores at once, a power of two.
+        warps: warps a program.
+        blocks_per_sm: thread blocks a multiprocessor that the grid aims at.
+        fp8: multiply in FP8 (exact for the model's queries) or in bf16; None lets the device decide.
+    """
+
+    tile_columns: int = 64
+    warps: int = 4
+    blocks_per_sm: int = 8
+    fp8: Optional[bool] = None
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -308,7 +323,7 @@ def paged_index_logits(
     table_slots: int,
     lens: torch.Tensor,
     out: torch.Tensor,
-    fp8: bool | None = None,
+    config: ScoringConfig = ScoringConfig(),
 ) -> None:
     """Score each row's first ``lens`` columns, read through its page-table line.
 
@@ -319,16 +334,16 @@ def paged_index_logits(
         table: [rows, entries] int32 with unit column stride; entry e covers pool slots ``e * table_slots`` on.
         lens: [rows] int32, at most ``entries * table_slots`` and the width of ``out``.
         out: [rows, columns] bf16; columns past a row's length are left as they are. -inf at slots outside the pool.
-        fp8: multiply in FP8 (exact for such q) or in bf16; None lets the device decide.
+        config: how to launch.
     """
     rows, heads, head_dim = queries.q.shape
     if rows == 0:
         return
     assert head_dim == 128 and queries.q.is_contiguous() and queries.weights.is_contiguous()
     assert table.stride(1) == 1 and out.stride(1) == 1 and keys.pool.stride(1) == 1
-    tiles = triton.cdiv(out.shape[1], TILE_COLUMNS)
+    tiles = triton.cdiv(out.shape[1], config.tile_columns)
     device = out.device
-    workers = max(1, min(tiles, triton.cdiv(_multiprocessors(device) * BLOCKS_PER_SM, rows)))
+    workers = max(1, min(tiles, triton.cdiv(_multiprocessors(device) * config.blocks_per_sm, rows)))
     _paged_logits_kernel[(rows, workers)](
         queries.q,
         queries.weights,
@@ -343,10 +358,10 @@ def paged_index_logits(
         H=heads,
         PAGE_SLOTS=keys.page_slots,
         TABLE_SLOTS=table_slots,
-        TILE=TILE_COLUMNS,
-        FP8=uses_fp8(device) if fp8 is None else fp8,
+        TILE=config.tile_columns,
+        FP8=uses_fp8(device) if config.fp8 is None else config.fp8,
         UPCAST=device.type != "cuda",
-        num_warps=4,
+        num_warps=config.warps,
     )
 
 

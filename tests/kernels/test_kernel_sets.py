@@ -335,7 +335,7 @@ def test_released_geometry_on_gpu():
 @pytest.mark.parametrize("exponents", [(120, 130), (100, 150)])
 def test_fp8_products_equal_bf16_products(exponents):
     """The FP8 path of the scoring kernel, used on Hopper, against the bf16 path: the same logits."""
-    from sglang_dsv41.kernels.portable import paged_index_logits
+    from sglang_dsv41.kernels.portable import ScoringConfig, paged_index_logits
 
     device = "cuda" if "portable-cuda" in DEVICES else "cpu"
     lens = [200, 65, 1, 0]
@@ -344,7 +344,7 @@ def test_fp8_products_equal_bf16_products(exponents):
     outs = []
     for fp8 in (True, False):
         out = torch.full((4, 256), math.nan, dtype=torch.bfloat16, device=device)
-        paged_index_logits(problem.queries, problem.keys, rows.block_table, 64, rows.lens, out, fp8=fp8)
+        paged_index_logits(problem.queries, problem.keys, rows.block_table, 64, rows.lens, out, ScoringConfig(fp8=fp8))
         outs.append(out)
     for row, length in enumerate(lens):
         a, b = outs[0][row, :length].cpu().double(), outs[1][row, :length].cpu().double()
