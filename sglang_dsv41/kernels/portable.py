@@ -302,7 +302,7 @@ class ScoringConfig:
     tile_columns: int = 64
     warps: int = 4
     blocks_per_sm: int = 8
-    fp8: Optional[bool] = None
+    fp8: bool | None = None
 
 
 @functools.cache
