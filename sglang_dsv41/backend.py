@@ -28,6 +28,11 @@ class SparseCandidates:
         self.candidate_geometry = geometry = facts.geometry
         self.row_buffers = allocate_rows(self, geometry)
         kernels = kernel_set_class(requirements.kernel_set_of(facts))(geometry, self.row_buffers)
+        if envs.debug():
+            from .kernels.debug import DebugKernels
+
+            logger.warning("%s is set: each kernel is waited for and checked; this server is slow.", envs.DEBUG)
+            kernels = DebugKernels(kernels)
         self.candidate_indexer = SparseCandidateIndexer(
             geometry=geometry,
             kernels=kernels,

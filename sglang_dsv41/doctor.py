@@ -203,6 +203,7 @@ def check_environment() -> list[Check]:
         checks.append(Check("off switch", FAIL, str(error), "0 or unset", f"unset {envs.DISABLE}"))
     try:
         envs.scratch_bytes()
+        envs.debug()
     except ValueError as error:
         checks.append(Check("logits scratch", FAIL, str(error), "a positive number", f"unset {envs.SCRATCH_MB}"))
     return checks or [Check("environment variables", OK, "none in the way")]

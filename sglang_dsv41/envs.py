@@ -5,20 +5,31 @@ import os
 DISABLE = "DSV41_SPARSE_DISABLE"
 KERNELS = "DSV41_SPARSE_KERNELS"
 SCRATCH_MB = "DSV41_SPARSE_SCRATCH_MB"
+DEBUG = "DSV41_SPARSE_DEBUG"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 DEFAULT_SCRATCH_MB = 256
 
 
-def disabled() -> bool:
-    """Whether the off switch is set; an unreadable value raises rather than guessing."""
-    value = os.environ.get(DISABLE, "").strip().lower()
+def _flag(name: str) -> bool:
+    """A switch; an unreadable value raises rather than guessing."""
+    value = os.environ.get(name, "").strip().lower()
     if value in _TRUE:
         return True
     if value in _FALSE:
         return False
-    raise ValueError(f"{DISABLE}={value!r} is neither true nor false; set it to 1 or 0")
+    raise ValueError(f"{name}={value!r} is neither true nor false; set it to 1 or 0")
+
+
+def disabled() -> bool:
+    """Whether the off switch is set."""
+    return _flag(DISABLE)
+
+
+def debug() -> bool:
+    """Whether each kernel of ours is waited for and its outputs checked."""
+    return _flag(DEBUG)
 
 
 def forced_kernels() -> str | None:
