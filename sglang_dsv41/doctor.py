@@ -203,9 +203,12 @@ def check_environment() -> list[Check]:
         checks.append(Check("off switch", FAIL, str(error), "0 or unset", f"unset {envs.DISABLE}"))
     try:
         envs.scratch_bytes()
-        envs.debug()
     except ValueError as error:
         checks.append(Check("logits scratch", FAIL, str(error), "a positive number", f"unset {envs.SCRATCH_MB}"))
+    try:
+        envs.debug()
+    except ValueError as error:
+        checks.append(Check("debug switch", FAIL, str(error), "0 or 1", f"unset {envs.DEBUG}"))
     return checks or [Check("environment variables", OK, "none in the way")]
 
 
