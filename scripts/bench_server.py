@@ -47,7 +47,8 @@ DEFAULT_CASES = (
     "prefill_chunk 131072",
 )
 QUICK_CASES = ("decode 8x2048", "prefill 2x32768", "decode 2x32768", "prefill_chunk 32768")
-FEW, MANY = 64, 320
+# The difference must outlast what arrival and the last prefill chunk scatter by, some 0.1 s.
+FEW, MANY = 64, 1088
 FIRST_TOKEN_ID = 16  # above every special token of the generated models
 SEED = 20
 
