@@ -126,11 +126,12 @@ class SparseCandidateIndexer:
             RuntimeError: rows that see positions have no schedule, or another row set's.
         """
         count = inputs.positions.shape[0]
+        # An idle rank publishes nothing; so does a chunk that sees no compressed position yet. The inputs decide, not the
+        # absence of a publish: the metadata of a prefill graph still holds that of its last replay.
+        lens = getattr(inputs, "seq_lens_cpu", None)
+        if count == 0 or (lens is not None and max(lens, default=0) < inputs.compress_ratio):
+            return None
         if published is None:
-            # An idle rank publishes nothing; so does a chunk that sees no compressed position yet.
-            lens = getattr(inputs, "seq_lens_cpu", None)
-            if count == 0 or (lens is not None and max(lens, default=0) < inputs.compress_ratio):
-                return None
             raise RuntimeError(
                 f"dsv41-sparse: {mode} layer {inputs.layer_id} consumes candidates for {count} rows, but source layer "
                 f"{self.geometry.source_layer} published none in this step"
@@ -140,7 +141,7 @@ class SparseCandidateIndexer:
                 f"dsv41-sparse: {mode} layer {inputs.layer_id} has {count} rows, the published schedule "
                 f"{published.rows.num_rows}; a schedule serves only the rows it was made for (see CandidateSchedule.tail)"
             )
-        return published if count else None
+        return published
 
     def _keys(self, inputs) -> PagedKeys:
         pool = self.token_to_kv_pool
@@ -156,7 +157,7 @@ class SparseCandidateIndexer:
             ratio=inputs.compress_ratio,
             block_table=metadata.page_table,
             table_slots=metadata.compressed_page_size,
-            request_rows=inputs.req_rows,
+            request_rows=inputs.req_rows if scheduled else None,
             paged_metadata=metadata,
             is_verify=inputs.is_verify,
             scheduled=scheduled,

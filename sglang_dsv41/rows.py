@@ -171,8 +171,15 @@ class RowBuffers:
             request_rows: [rows] int, ``req_to_token`` row of each row (decode and verify).
             request_starts: [rows] int32, first flattened-K column of each row's request (extend).
             scheduled: whether the rows carry a schedule; a full top-k layer's do not, and leave the step's alone.
+
+        Raises:
+            ValueError: the page table has fewer lines than there are rows; kernels would read past it.
         """
         count = positions.shape[0]
+        if block_table.shape[0] < count:
+            raise ValueError(
+                f"dsv41-sparse: {count} rows have a page table of {block_table.shape[0]} lines; it needs one a row"
+            )
         self.reserve(count)
         lens = (self._lens if scheduled else self._full_lens)[:count]
         torch.add(positions, 1, out=lens)
@@ -180,6 +187,9 @@ class RowBuffers:
             lens.floor_divide_(ratio)
         # A poisoned position of a padded row must not reach past its page-table line.
         lens.clamp_(0, block_table.shape[1] * table_slots)
+        if block_table.shape[1] == 0:
+            # Nothing is visible; the kernels still find a page to look at.
+            block_table = self._zeros[:count, None]
         if request_starts is None:
             row_ks, row_ke = self._zeros[:count], lens
         else:

@@ -21,9 +21,8 @@ from ..rows import RowBuffers, SparseRows
 from . import IndexQueries, KernelSet, PagedKeys
 from .reference import topk_columns
 
-# SGLang's selection kernel for compact rows: at most this many columns and picks.
+# SGLang's selection kernel for compact rows: at most this many columns.
 SELECT_MAX_COLUMNS = 16384
-SELECT_MAX_TOPK = 2048
 
 _PAYLOAD = tl.constexpr(64)  # bytes of packed E2M1 a position
 _INT32_MAX = tl.constexpr(INT32_MAX)
@@ -431,7 +430,7 @@ def map_columns(
     wanted = [t for t in (positions, slots) if t is not None]
     if not wanted or columns.shape[0] == 0:
         return
-    assert all(t.stride(1) == 1 for t in wanted)
+    assert all(t.stride(1) == 1 and t.shape[0] == columns.shape[0] for t in wanted)
     width = max(columns.shape[1], *(t.shape[1] for t in wanted))
     _map_columns_kernel[(columns.shape[0],)](
         columns,
@@ -518,7 +517,8 @@ class PortableKernels(CandidateSelection, KernelSet):
             return
         picks = topk_columns(logits, lens, topk)
         entry = table.to(torch.int64).gather(1, picks.clamp_min(0) // rows.table_slots)
-        out[:, :topk] = torch.where(picks >= 0, entry * rows.table_slots + picks % rows.table_slots, -1)
+        slots = entry * rows.table_slots + picks % rows.table_slots
+        out[:, :topk] = torch.where((picks >= 0) & (entry >= 0), slots, -1)
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["choose_blocks"] += 1

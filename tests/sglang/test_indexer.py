@@ -121,6 +121,7 @@ def test_full_topk_leaves_a_schedule_alone(kernels_on, ratio):
     world.indexer.topk_decode(full)
     world.check_source(others, full.out_page_indices)
     assert (full.out_page_indices[3:] == -1).all() and (full.out_page_indices[:, world.geometry.topk :] == -1).all()
+    assert schedule.rows.row_indices.tolist() == [1, 2]
     inputs = world.decode(CONSUMER, rows)
     world.indexer.consume_decode(inputs, schedule)
     world.check_schedule(rows, schedule)
@@ -281,6 +282,11 @@ def test_nothing_published_while_nothing_is_visible(kernels_on):
     assert schedule is None
     for inputs in (source, first, last):
         assert (inputs.out_raw_indices == -1).all() and (inputs.out_page_indices == -1).all()
+    # The metadata of a prefill graph still holds what its last replay published.
+    stale = world.extend_step([(1, 9), (2, 9)])[0]
+    inputs = world.extend(CONSUMER, rows)
+    world.indexer.consume_prefill(inputs, stale)
+    assert (inputs.out_raw_indices == -1).all() and (inputs.out_page_indices == -1).all()
     # One request that does see a position publishes for the whole batch.
     world.check_extend([(1, 0), (2, 0), (2, 1)])
 

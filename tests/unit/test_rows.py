@@ -249,9 +249,18 @@ def test_decode_after_extend_starts_at_zero():
 
 def test_rows_of_full_layers_leave_a_schedule_alone():
     made = buffers()
-    step = made.rows(torch.tensor([5, 6]), ratio=1, block_table=table(2), table_slots=64)
+    step = made.rows(
+        torch.tensor([5, 6]), ratio=1, block_table=table(2), table_slots=64, request_rows=torch.tensor([3, 4])
+    )
     full = made.rows(torch.tensor([90, 91]), ratio=2, block_table=table(2), table_slots=64, scheduled=False)
     assert step.lens.tolist() == [6, 7] and step.row_ke.tolist() == [6, 7] and full.lens.tolist() == [45, 46]
+
+
+def test_a_page_table_of_too_few_lines_is_refused():
+    """Kernels take a line a row: a shorter table would be read past its end."""
+    made = buffers()
+    with pytest.raises(ValueError, match="3 rows have a page table of 2 lines"):
+        made.rows(torch.tensor([5, 6, 7]), ratio=1, block_table=table(2), table_slots=64)
 
 
 def test_every_tensor_of_a_row_set_is_a_view():
