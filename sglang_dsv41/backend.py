@@ -7,7 +7,9 @@ import logging
 from typing import Any
 
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
-from sglang.srt.runtime_context import attention_backends, get_schedule, get_spec
+from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
+from sglang.srt.layers.attention.dsv4.v41_indexer.full_topk import FullTopKIndexer
+from sglang.srt.runtime_context import attention_backends, get_schedule, max_speculative_num_draft_tokens
 
 from . import BACKEND_NAME, envs, requirements
 from .geometry import CandidateGeometry
@@ -33,14 +35,15 @@ class SparseCandidates:
 
             logger.warning("%s is set: each kernel is waited for and checked; this server is slow.", envs.DEBUG)
             kernels = DebugKernels(kernels)
+        prefill_source, full_topk = extend_scorers(self, facts.capability, geometry)
         self.candidate_indexer = SparseCandidateIndexer(
             geometry=geometry,
             kernels=kernels,
             buffers=self.row_buffers,
             token_to_kv_pool=self.token_to_kv_pool,
             page_size=self.page_size,
-            prefill_source=self.prefill_candidates,
-            full_topk=self.full_topk_indexer,
+            prefill_source=prefill_source,
+            full_topk=full_topk,
         )
         # Either phase may be left to SGLang: --prefill-attention-backend and --decode-attention-backend.
         prefill, decode = (name == BACKEND_NAME for name in attention_backends())
@@ -65,14 +68,40 @@ class Dsv41SparseAttnBackend(SparseCandidates, DeepseekV4AttnBackend):
     """``--attention-backend dsv41-sparse`` over SGLang's FlashMLA DeepSeek-V4 attention."""
 
 
+def extend_scorers(backend: Any, capability: tuple[int, int] | None, geometry: CandidateGeometry) -> tuple[Any, Any]:
+    """SGLang's prefill candidates and full top-k indexer, which score the source and the full layers of an extend.
+
+    SGLang takes DeepGEMM's kernels from compute capability 10 on, and they assert 10.x: newer GPUs get its torch way.
+    """
+    if capability is None or capability[0] <= 10:
+        return backend.prefill_candidates, backend.full_topk_indexer
+    source = DenseBlocksBackend(
+        token_to_kv_pool=backend.token_to_kv_pool,
+        req_to_token=backend.req_to_token,
+        candidate_topk_blocks=geometry.topk_blocks,
+        candidate_block_size=geometry.block_size,
+        use_deep_gemm_prefill=False,
+    )
+    full_topk = FullTopKIndexer(
+        token_to_kv_pool=backend.token_to_kv_pool,
+        req_to_token=backend.req_to_token,
+        use_deep_gemm_prefill=False,
+        use_deep_gemm_decode=False,
+    )
+    return source, full_topk
+
+
 def allocate_rows(backend: Any, geometry: CandidateGeometry) -> RowBuffers:
     """Row buffers for the server's own limits: its requests, draft tokens, prefill chunk and context."""
     requests = backend.req_to_token.shape[0]
-    decode_rows = requests * (get_spec().speculative_num_draft_tokens or 1)
+    # Adaptive speculation may verify more draft tokens later than it starts with.
+    decode_rows = requests * (max_speculative_num_draft_tokens() or 1)
     # A mixed chunk adds the running requests' rows.
     extend_rows = get_schedule().chunked_prefill_size + requests
-    # Whole KV pages: the dense pass reads SGLang's page table, which is that wide.
-    context = -(-backend.req_to_token.shape[1] // backend.page_size) * backend.page_size // geometry.ratio
+    # Whole KV pages: the dense pass reads SGLang's page table, which is that wide. It also serves the full top-k layers,
+    # whose ratio may be smaller than the source's.
+    ratio = min(backend.low_ratios, default=geometry.ratio)
+    context = -(-backend.req_to_token.shape[1] // backend.page_size) * backend.page_size // ratio
     return RowBuffers(
         geometry,
         max_rows=max(decode_rows, extend_rows),

@@ -14,12 +14,15 @@ from .geometry import HEAD_DIM, CandidateGeometry, GeometryError
 from .kernels import KERNEL_SETS, kernel_set_name
 
 BACKEND = f"--attention-backend {BACKEND_NAME}"
-# Limits of SGLang's selection kernel for compact rows (topk_bf16_small): columns, picks.
+# Columns that SGLang's selection kernel for compact rows (topk_bf16_small) takes.
 SELECT_MAX_COLUMNS = 16384
-SELECT_MAX_TOPK = 2048
+# SGLang's DeepSeek-V4 attention metadata asserts one of these, at its first step.
+INDEX_TOPKS = (512, 1024)
 # DeepGEMM: kernel blocks a row, and bytes a page stride must be a multiple of.
 DEEPGEMM_MAX_BLOCKS = 4096
 DEEPGEMM_STRIDE = 512
+# SGLang's sparse table asserts this candidate block when the backend is made.
+SM100_CANDIDATE_BLOCK = 8
 
 
 @dataclasses.dataclass
@@ -191,6 +194,15 @@ def _device(facts: EngineFacts) -> list[Unmet]:
             )
         )
     if facts.geometry is not None:
+        if facts.geometry.block_size != SM100_CANDIDATE_BLOCK:
+            failures.append(
+                Unmet(
+                    "candidate block",
+                    f"candidate_block_size {facts.geometry.block_size}",
+                    f"{SM100_CANDIDATE_BLOCK} on SM100 (SGLang's block choice there has no other)",
+                    "Use a released checkpoint's candidate_block_size.",
+                )
+            )
         blocks = facts.geometry.kernel_blocks
         if blocks > DEEPGEMM_MAX_BLOCKS or blocks % 4:
             failures.append(
@@ -251,12 +263,12 @@ def _selection(facts: EngineFacts) -> list[Unmet]:
                     "Use a released checkpoint's candidate_topk_blocks and candidate_block_size.",
                 )
             )
-        if not 0 < geometry.topk <= min(SELECT_MAX_TOPK, geometry.columns):
+        if geometry.topk not in INDEX_TOPKS or geometry.topk > geometry.columns:
             failures.append(
                 Unmet(
                     "index top-k",
                     f"index_topk {geometry.topk}",
-                    f"1 to {min(SELECT_MAX_TOPK, geometry.columns)} (the compact top-k kernel, and a row's columns)",
+                    f"512 or 1024 (SGLang's attention takes no other), at most a row's {geometry.columns} columns",
                     "Use a released checkpoint's index_topk.",
                 )
             )

@@ -169,6 +169,7 @@ SEAMS: tuple[Seam, ...] = (
             "token_to_kv_pool",
             "req_to_token",
             "page_size",
+            "low_ratios",
             "device",
         ),
         "put our candidate objects in place and size their buffers",
@@ -210,7 +211,13 @@ SEAMS: tuple[Seam, ...] = (
     Seam("sglang.srt.runtime_context", "get_parallel", "signature", (), "refuse parallel modes not supported yet"),
     Seam("sglang.srt.runtime_context", "get_exec", "signature", (), "refuse two-batch overlap"),
     Seam("sglang.srt.runtime_context", "get_schedule", "signature", (), "size buffers by the prefill chunk"),
-    Seam("sglang.srt.runtime_context", "get_spec", "signature", (), "size buffers by the draft tokens"),
+    Seam(
+        "sglang.srt.runtime_context",
+        "max_speculative_num_draft_tokens",
+        "signature",
+        (),
+        "size buffers by the draft tokens",
+    ),
     # The calls that SGLang's backend makes on the candidate objects, and their inputs.
     Seam(
         f"{_INDEXER}.types",
@@ -316,6 +323,27 @@ SEAMS: tuple[Seam, ...] = (
         "signature",
         ("*token_to_kv_pool", "*req_to_token", "*page_size", "*candidate_topk_blocks", "*candidate_block_size"),
         "know what the backend's candidate objects were made for",
+    ),
+    Seam(
+        f"{_INDEXER}.dense_blocks",
+        "DenseBlocksBackend.__init__",
+        "signature",
+        (
+            "self",
+            "*token_to_kv_pool",
+            "*req_to_token",
+            "*candidate_topk_blocks",
+            "*candidate_block_size",
+            "*use_deep_gemm_prefill",
+        ),
+        "score an extend where DeepGEMM cannot",
+    ),
+    Seam(
+        f"{_INDEXER}.full_topk",
+        "FullTopKIndexer.__init__",
+        "signature",
+        ("self", "*token_to_kv_pool", "*req_to_token", "*use_deep_gemm_prefill", "*use_deep_gemm_decode"),
+        "score an extend where DeepGEMM cannot",
     ),
     Seam(
         f"{_INDEXER}.dense_blocks",

@@ -104,6 +104,11 @@ LACKING = {
         {"geometry": geometry(topk_blocks=1022)},
         ("blocks a row", "1022 kernel blocks of 8 positions", "a multiple of 4, at most 4096", "candidate_topk_blocks"),
     ),
+    "candidate block on SM100": (
+        BLACKWELL,
+        {"geometry": geometry(block_size=16, topk_blocks=1024)},
+        ("candidate block", "candidate_block_size 16", "8 on SM100", "candidate_block_size"),
+    ),
     "page stride on SM100": (
         BLACKWELL,
         {"pool_stride": 4352},
@@ -127,13 +132,18 @@ LACKING = {
     "top-k 4096": (
         HOPPER,
         {"geometry": geometry(topk=4096)},
-        ("index top-k", "index_topk 4096", "1 to 2048", "index_topk"),
+        ("index top-k", "index_topk 4096", "512 or 1024", "index_topk"),
     ),
-    "top-k 0": (HOPPER, {"geometry": geometry(topk=0)}, ("index top-k", "index_topk 0", "1 to 2048", "index_topk")),
+    "top-k 0": (HOPPER, {"geometry": geometry(topk=0)}, ("index top-k", "index_topk 0", "512 or 1024", "index_topk")),
+    "top-k that only our kernels take": (
+        HOPPER,
+        {"geometry": geometry(topk=256)},
+        ("index top-k", "index_topk 256", "512 or 1024", "index_topk"),
+    ),
     "top-k past the columns": (
         HOPPER,
         {"geometry": geometry(topk_blocks=32)},
-        ("index top-k", "index_topk 512", "1 to 256", "index_topk"),
+        ("index top-k", "index_topk 512", "at most a row's 256 columns", "index_topk"),
     ),
     "top-k backend torch": (
         HOPPER,

@@ -1,0 +1,73 @@
+"""What the backend makes of a runner: buffers for its limits, and who scores an extend."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
+from sglang.srt.layers.attention.dsv4.v41_indexer.full_topk import FullTopKIndexer
+
+from sglang_dsv41 import backend
+from tests.candidates import RELEASED
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """SGLang's settings; 32 requests of 1,048,576 tokens and a few more, as it reserves them."""
+    made = types.SimpleNamespace(chunked_prefill_size=8192, draft_tokens=None)
+    monkeypatch.setattr(backend, "get_schedule", lambda: made)
+    monkeypatch.setattr(backend, "max_speculative_num_draft_tokens", lambda: made.draft_tokens)
+    monkeypatch.delenv("DSV41_SPARSE_SCRATCH_MB", raising=False)
+    made.backend = types.SimpleNamespace(
+        req_to_token=torch.empty(33, 1_048_580, dtype=torch.int32, device="meta"),
+        page_size=256,
+        low_ratios=(1, 2),
+        device="meta",
+    )
+    return made
+
+
+def test_buffers_hold_a_chunk_and_the_running_requests(limits):
+    rows = backend.allocate_rows(limits.backend, RELEASED)
+    assert rows.max_rows == 8192 + 33
+    # The page table of a full context is whole pages wide.
+    assert rows.dense_rows_per_pass(4097 * 256) >= 33
+
+
+def test_buffers_hold_the_most_draft_tokens(limits):
+    """Adaptive speculation captures graphs of more draft tokens than it starts with."""
+    limits.draft_tokens = 512
+    assert backend.allocate_rows(limits.backend, RELEASED).max_rows == 33 * 512
+
+
+@pytest.mark.parametrize("ratios,width", [((1, 2), 4097 * 256), ((1,), 4097 * 256), ((2,), 4097 * 128)])
+def test_one_dense_row_of_every_full_layer_fits(limits, monkeypatch, ratios, width):
+    """A source of ratio 2 below full layers of ratio 1, whose rows are twice as wide; the smallest scratch."""
+    monkeypatch.setenv("DSV41_SPARSE_SCRATCH_MB", "1")
+    limits.backend.low_ratios = ratios
+    limits.backend.req_to_token = limits.backend.req_to_token[:1]
+    rows = backend.allocate_rows(limits.backend, dataclasses.replace(RELEASED, ratio=2))
+    assert rows.dense_rows_per_pass(width) == 1
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (10, 0), (10, 3)])
+def test_an_extend_keeps_sglangs_scorers(capability):
+    stock = types.SimpleNamespace(prefill_candidates=object(), full_topk_indexer=object())
+    assert backend.extend_scorers(stock, capability, RELEASED) == (stock.prefill_candidates, stock.full_topk_indexer)
+
+
+@pytest.mark.parametrize("capability", [(11, 0), (12, 0), (12, 1)])
+def test_an_extend_needs_no_sm100_kernel_elsewhere(capability):
+    """SGLang takes its DeepGEMM scorers there, which assert compute capability 10.x at the first request."""
+    stock = types.SimpleNamespace(
+        prefill_candidates=object(), full_topk_indexer=object(), token_to_kv_pool=object(), req_to_token=object()
+    )
+    source, full = backend.extend_scorers(stock, capability, RELEASED)
+    assert type(source) is DenseBlocksBackend and not source.use_deep_gemm_prefill
+    assert (source.topk_blocks, source.block_size) == (2048, 8)
+    assert type(full) is FullTopKIndexer and not full.use_deep_gemm_prefill
+    assert source.token_to_kv_pool is full.token_to_kv_pool is stock.token_to_kv_pool
