@@ -7,12 +7,13 @@ import math
 
 import torch
 
-from sglang_dsv41.geometry import CandidateGeometry
+from sglang_dsv41.geometry import INT32_MAX, CandidateGeometry
 from sglang_dsv41.kernels import IndexQueries, PagedKeys
 from sglang_dsv41.rows import RowBuffers, SparseRows
 
 SMALL = CandidateGeometry(topk_blocks=16, block_size=8, topk=24, heads=16, source_layer=6, consumer_layers=(8, 9))
 RELEASED = CandidateGeometry(topk_blocks=2048, block_size=8, topk=512, heads=32, source_layer=20, consumer_layers=(24,))
+GARBAGE = 7_654_321  # no position, slot or block
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
@@ -167,3 +168,54 @@ def assert_selection(picks: list[int], scores: dict[int, float], topk: int, *, t
     if chosen and left:
         worst = min(scores[p] for p in chosen)
         assert max(left) <= worst + tolerance, f"left out {max(left)}, picked {worst}"
+
+
+# ---- one step ----
+
+
+def garbage(problem: Problem, width=None) -> torch.Tensor:
+    """An output that nothing was written to."""
+    shape = (problem.rows.num_rows, width or problem.geometry.topk)
+    return torch.full(shape, GARBAGE, dtype=torch.int32, device=problem.rows.lens.device)
+
+
+def source_pass(problem: Problem, kernels, out=None) -> torch.Tensor:
+    """The source's pass over all tiles; the dense logits of every row."""
+    dense = []
+    for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, problem.rows):
+        if out is not None:
+            kernels.select_visible(logits, problem.rows, tile, out)
+        kernels.expand(kernels.choose_blocks(logits, problem.rows, tile), problem.rows, tile)
+        dense.append(logits.clone())
+    return torch.cat(dense)
+
+
+def consumer_pass(problem: Problem, kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions, slots) of a consumer's passes."""
+    positions, slots = garbage(problem), garbage(problem)
+    for tile in kernels.passes(problem.rows.num_rows):
+        logits = kernels.sparse_logits(problem.queries, problem.keys, problem.rows, tile)
+        kernels.select_candidates(logits, problem.rows, tile, out_positions=positions, out_slots=slots)
+    return positions, slots
+
+
+def check_step(problem: Problem, dense, picks, positions, slots, which=None) -> None:
+    """A step's outputs against its own dense logits: blocks, schedule, both selections; ``which`` rows, or all."""
+    rows, geometry = problem.rows, problem.geometry
+    size = geometry.block_size
+    lens = problem.lens
+    for row in range(len(lens)) if which is None else which:
+        length = lens[row]
+        scores = dense[row, :length].cpu().double()
+        assert not scores.isnan().any()
+        blocks = [b for b in rows.sparse_indices[row].tolist() if b != INT32_MAX]
+        candidates = visible_in(blocks, length, geometry.kernel_block)
+        best = {b: float(scores[b * size :][:size].max()) for b in range(-(-length // size))}
+        expected = oracle_blocks(scores, geometry) if length else []
+        assert sorted(best[b] for b in {p // size for p in candidates}) == sorted(best[b] for b in expected)
+        assert int(rows.end[row]) == len(candidates)
+        by_slot = {slot_of(rows, row, p): float(scores[p]) for p in range(length)}
+        assert_selection(picks[row].tolist(), by_slot, geometry.topk, tolerance=0)
+        among = {p: float(scores[p]) for p in candidates}
+        assert_selection(positions[row].tolist(), among, geometry.topk, tolerance=0)
+        assert slots[row].tolist() == [-1 if p == -1 else slot_of(rows, row, p) for p in positions[row].tolist()]
