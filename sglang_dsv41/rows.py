@@ -118,8 +118,9 @@ class RowBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, torch.Tensor))
+        """Bytes of all buffers, outgrown ones that are kept included."""
+        held = {id(t): t for t in [*vars(self).values(), *self._retired] if isinstance(t, torch.Tensor)}
+        return sum(t.numel() * t.element_size() for t in held.values())
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` rows.
