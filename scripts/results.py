@@ -54,7 +54,7 @@ class ResultFile:
             "gpu": gpu,
             "versions": {package: version_of(package) for package in PACKAGES} | {"driver": driver},
             "commit": commit or commit_of(ROOT),
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "rows": [],
         }
 
