@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
+from . import __version__
+
 USAGE = """\
 usage: dsv41-sparse COMMAND [ARGS...]
 
@@ -19,7 +21,7 @@ commands:
   try                   serve the small model, or run the indexer on the CPU where there is no GPU
   model                 write a small random-weight DeepSeek-V4.1 model
 
-`dsv41-sparse COMMAND --help` describes each. A server needs none of them:
+`dsv41-sparse COMMAND --help` describes each, `dsv41-sparse --version` names this release. A server needs none of them:
 
   python -m sglang.launch_server --model-path MODEL --attention-backend dsv41-sparse
 """
@@ -34,7 +36,7 @@ examples:
   dsv41-sparse run sglang.benchmark.one_batch --model-path MODEL --attention-backend dsv41-sparse \\
       --batch-size 8 --input-len 2048 --output-len 64
   dsv41-sparse run sglang.benchmark.offline_throughput --model-path MODEL --attention-backend dsv41-sparse \\
-      --dataset-name random --num-prompts 16
+      --dataset-name generated-shared-prefix --gsp-num-groups 2 --gsp-prompts-per-group 8
 
 `sglang.bench_NAME`, the place of these programs in older releases, is read as `sglang.benchmark.NAME`.
 """
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0 if argv else 2
     command, rest = argv[0], argv[1:]
+    if command == "--version":
+        print(f"sglang-dsv41 {__version__}")
+        return 0
     if command == "run":
         return run(rest)
     if command in COMMANDS:
@@ -65,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     if argv[0].startswith("-"):
         return _fail(f"run: MODULE comes first, its options after it; got {argv[0]}")
     if importlib.util.find_spec("sglang") is None:
-        return _fail("run: SGLang is not installed here; pip install 'sglang-dsv41[sglang]'")
+        return _fail("run: SGLang is not installed here; pip install 'sglang>=0.5.23,<0.5.24'")
     module = _present_name(argv[0])
     try:
         module_spec(module)

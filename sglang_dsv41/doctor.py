@@ -24,7 +24,7 @@ OK, FAIL, UNCHECKED = "OK", "FAIL", "not checked"
 DISTRIBUTION = "sglang-dsv41"
 ENTRY_POINT = "dsv41_sparse"
 SGLANG_PYTHON = (3, 11)
-INSTALL = "pip install 'sglang-dsv41[sglang]'"
+INSTALL = f"pip install 'sglang{seams.SUPPORTED}'"
 # Distributions that serving stands on: SGLang pins all of them but Triton, which PyTorch pins.
 LIBRARIES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-gemm", "sgl-flash-mla")
 
@@ -55,7 +55,9 @@ class Check:
 
 def diagnose(model_path: str | None = None) -> list[Check]:
     """Every check, in the order a user would fix things."""
-    checks = [check_python(), check_sglang(), *map(check_library, LIBRARIES)]
+    checks = [check_python(), check_sglang()]
+    if seams.installed_version() is not None:  # which brings them
+        checks += map(check_library, LIBRARIES)
     checks += [*check_plugin(), *check_seams(), *check_environment()]
     return [*checks, *check_requirements(model_path)]
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Say whether this machine, SGLang and model will work with --attention-backend dsv41-sparse, and "
         "why not. Starts no server. Exit status 0 when nothing stands in the way, else 1.",
     )
-    parser.add_argument("--model-path", metavar="DIR", help="the model to serve: a folder, or a Hub name")
+    parser.add_argument("--model-path", metavar="MODEL", help="the model to serve: a folder, or a Hub name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     checks = diagnose(args.model_path)
@@ -209,7 +211,9 @@ def check_environment() -> list[Check]:
         envs.debug()
     except ValueError as error:
         checks.append(Check("debug switch", FAIL, str(error), "0 or 1", f"unset {envs.DEBUG}"))
-    return checks or [Check("environment variables", OK, "none in the way")]
+    kernels = envs.forced_kernels()
+    found = f"{envs.KERNELS}={kernels} is set" if kernels else "none in the way"
+    return checks or [Check("environment variables", OK, found)]
 
 
 # ---- device and model ----
@@ -239,6 +243,11 @@ def check_requirements(model_path: str | None) -> list[Check]:
                 model.append(Check("candidate blocks", OK, facts.geometry.describe()))
 
     unmet = requirements.unmet(facts)
+    if any(item.what == "kernel set" for item in unmet):
+        # What else is in the way once that is corrected.
+        unmet += [
+            item for item in requirements.unmet(dataclasses.replace(facts, forced_kernels=None)) if item not in unmet
+        ]
     if facts.model_type is None:
         unmet = [item for item in unmet if item.what != "model"]
     failed = {item.what for item in unmet}
@@ -272,7 +281,7 @@ def _unreadable_model(model_path: str, error: Exception) -> Check:
     return Check(
         "model config",
         FAIL,
-        f"{model_path}: {error}",
+        f"{model_path}: {' '.join(str(error).split())}",
         "a folder with the config.json of a DeepSeek-V4.1 checkpoint, or a Hub name that can be reached",
         "Correct the path; `dsv41-sparse model --out DIR` writes a small one to try with.",
     )
@@ -287,8 +296,12 @@ def load_text_config(model_path: str) -> tuple[Any, str]:
     """
     path = Path(model_path) / "config.json"
     local = Path(model_path).is_dir()
+    if not local and (model_path.startswith((".", "~", "/")) or model_path.count("/") > 1):
+        raise FileNotFoundError("no such folder")  # and no Hub name to ask the network for
     if local:
         # SGLang's own error for a bad file is a long one.
+        if not path.exists():
+            raise FileNotFoundError("the folder has no config.json")
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"{path} holds no JSON object")

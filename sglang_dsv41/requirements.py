@@ -181,9 +181,9 @@ def _device(facts: EngineFacts) -> list[Unmet]:
     failures = []
     if facts.capability is None or facts.capability[0] != 10:
         found = "no CUDA device" if facts.capability is None else "compute capability %d.%d" % facts.capability
-        failures.append(
-            Unmet("GPU", found, "compute capability 10.x for the DeepGEMM kernels", "Unset DSV41_SPARSE_KERNELS.")
-        )
+        # What DeepGEMM needs besides does not matter elsewhere.
+        needed = "compute capability 10.x for the DeepGEMM kernels"
+        return [Unmet("GPU", found, needed, "Unset DSV41_SPARSE_KERNELS.")]
     if facts.deepgemm_error is not None:
         failures.append(
             Unmet(

@@ -159,6 +159,8 @@ def try_cpu(contexts: Sequence[int] | None = None) -> int:
         )
     print(
         "\nEach selection equals the dense one over the same candidate blocks; equal scores at the cut are a free choice.\n"
+        "same picks: the share that both ways picked, the lowest of the layers; ties at cut: picks that differ, all of them\n"
+        "equal in score.\n"
         "The source layer still scores the whole context once a step. Queries and keys are random: this shows the work\n"
         "saved, not a speed. With a GPU the same command serves a small model."
     )
