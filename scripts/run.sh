@@ -27,6 +27,7 @@ esac
 unset PYTHONDONTWRITEBYTECODE
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${VENV:-$root/.venv}
+[[ $venv == /* ]] || venv=$PWD/$venv
 python=$venv/bin/python
 
 set_up() {

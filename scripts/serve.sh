@@ -11,7 +11,7 @@ Starts SGLang's server with --attention-backend dsv41-sparse. Every OPTION goes 
 the defaults here, for example: --port 30001, --tp-size 4, --context-length 1048576, --attention-backend dsv4 (stock).
 
 Environment:
-  PYTHON       the Python that has SGLang and this package (default: python)
+  PYTHON       the Python that has SGLang and this package (default: that of .venv, which scripts/run.sh makes, else python)
   MODELS_DIR   where the random-weight models are written (default: small-models in this checkout)
 
 Afterwards:
@@ -25,8 +25,16 @@ case "${1:-}" in
     "" | -*) usage >&2; exit 2 ;;
 esac
 
-python=${PYTHON:-python}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-}
+[[ -n $python || ! -x $root/.venv/bin/python ]] || python=$root/.venv/bin/python
+python=${python:-python}
+installed='import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("sglang", "sglang_dsv41"))))'
+# -P: the checkout itself does not count as installed.
+if ! "$python" -P -c "$installed"; then
+    echo "scripts/serve.sh: $python does not have SGLang and this package; call scripts/run.sh setup first, or set PYTHON" >&2
+    exit 1
+fi
 model=$1
 shift
 options=(--attention-backend dsv41-sparse)
