@@ -188,8 +188,8 @@ class Case:
         candidate_block_mask(blocks, self.context, GEOMETRY.block_size)
         self.stock_select(s, scores, False)
 
-    def check(self, kind: str) -> None:
-        """Both sides must compute the same before they are timed."""
+    def check(self, kind: str) -> float:
+        """Both sides must compute the same before they are timed; returns the share of logits equal bit for bit."""
         s = self.sets[0]
         if kind in ("dense_logits", "verify_dense", "source_pass"):
             a, b = self.ours_dense(s)[:, : self.context].double(), self.stock_dense(s)[:, : self.context].double()
@@ -205,6 +205,7 @@ class Case:
         )
         if not error < 2e-2:
             raise SystemExit(f"{kind}: our logits differ from SGLang's by {error} of the row's largest")
+        return equal
 
 
 # case kind -> (stock method, our method, dense reads)
@@ -259,7 +260,7 @@ def run_case(name: str, rounds: int, results: ResultFile) -> None:
     stock, ours, dense = KINDS[kind]
     case = Case(requests, context, group, dense=dense)
     print(f"{name}: {case.num_sets} input sets", flush=True)
-    case.check(kind)
+    equal = case.check(kind)
     graphs = {side: graph_of(getattr(case, method), case.sets) for side, method in (("stock", stock), ("ours", ours))}
     for graph in graphs.values():
         graph.replay()
@@ -268,7 +269,7 @@ def run_case(name: str, rounds: int, results: ResultFile) -> None:
     for _ in range(rounds):
         for side, graph in graphs.items():
             samples[side].append(sample(graph, case.num_sets))
-    row = results.add(name, "us", **samples, bytes=least_bytes(kind, case))
+    row = results.add(name, "us", **samples, bytes=least_bytes(kind, case), equal_logits=round(equal, 8))
     print(f"  stock {row['stock']} us, ours {row['ours']} us, {row['ratio']}x, {row['gb_per_s']} GB/s", flush=True)
 
 

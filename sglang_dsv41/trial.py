@@ -28,7 +28,7 @@ from typing import Any
 
 from .plugin import NAME, STOCK
 
-NEEDS_SGLANG = "SGLang is not installed here; pip install 'sglang-dsv41[sglang]'"
+NEEDS_SGLANG = "SGLang is not installed here; pip install 'sglang>=0.5.23,<0.5.24'"
 
 # The batch without a GPU: shorter than the top-k, shorter than the candidates, and two that are longer.
 CONTEXTS = (300, 10_000, 32_768, 131_072)

@@ -139,7 +139,7 @@ def test_contexts_must_be_positive(capsys):
 def test_without_sglang_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(trial, "sglang_installed", lambda: False)
     assert trial.main([]) == 1
-    assert "pip install 'sglang-dsv41[sglang]'" in capsys.readouterr().err
+    assert "pip install 'sglang>=0.5.23,<0.5.24'" in capsys.readouterr().err
 
 
 # ---- with a GPU: all but the engines ----

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-hypothesis = pytest.importorskip("hypothesis", reason="needs hypothesis (pip install 'sglang-dsv41[test]')")
+hypothesis = pytest.importorskip("hypothesis", reason="needs hypothesis (pip install hypothesis)")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
