@@ -164,7 +164,8 @@ def assert_selection(picks: list[int], scores: dict[int, float], topk: int, *, t
     chosen = [p for p in picks if p != -1]
     assert len(chosen) == len(set(chosen)) == min(topk, len(scores)), (len(chosen), len(set(chosen)), len(scores))
     assert all(p == -1 or p in scores for p in picks), [p for p in picks if p != -1 and p not in scores][:5]
-    left = [s for p, s in scores.items() if p not in set(chosen)]
+    picked = set(chosen)
+    left = [s for p, s in scores.items() if p not in picked]
     if chosen and left:
         worst = min(scores[p] for p in chosen)
         assert max(left) <= worst + tolerance, f"left out {max(left)}, picked {worst}"
@@ -214,8 +215,11 @@ def check_step(problem: Problem, dense, picks, positions, slots, which=None) -> 
         expected = oracle_blocks(scores, geometry) if length else []
         assert sorted(best[b] for b in {p // size for p in candidates}) == sorted(best[b] for b in expected)
         assert int(rows.end[row]) == len(candidates)
-        by_slot = {slot_of(rows, row, p): float(scores[p]) for p in range(length)}
+        table, per = rows.block_table[row].tolist(), rows.table_slots
+        slot = [table[p // per] * per + p % per for p in range(length)]
+        values = scores.tolist()
+        by_slot = {slot[p]: values[p] for p in range(length)}
         assert_selection(picks[row].tolist(), by_slot, geometry.topk, tolerance=0)
-        among = {p: float(scores[p]) for p in candidates}
+        among = {p: values[p] for p in candidates}
         assert_selection(positions[row].tolist(), among, geometry.topk, tolerance=0)
-        assert slots[row].tolist() == [-1 if p == -1 else slot_of(rows, row, p) for p in positions[row].tolist()]
+        assert slots[row].tolist() == [-1 if p == -1 else slot[p] for p in positions[row].tolist()]

@@ -376,3 +376,36 @@ def span(request: int, start: int, count: int) -> list[tuple[int, int]]:
 
 def picks(tensor) -> list[list[int]]:
     return [sorted(row) for row in tensor.tolist()]
+
+
+def positions_of(world: World, rows, slots) -> list[list[int]]:
+    """Rows of pool slots as sorted request-local positions; -1 stays."""
+    out = []
+    for (request, position), line in zip(rows, slots.tolist(), strict=False):
+        at = {world.slot(request, p): p for p in range(world.visible((request, position)))}
+        out.append(sorted(-1 if s == -1 else at[s] for s in line))
+    return out
+
+
+def copy_request(world: World, source: int, targets: list[int]) -> None:
+    """Give the requests ``targets`` the content of ``source``: index K on their own pages, and inputs."""
+    pages = world.keys.pool.unflatten(0, (-1, KV_PAGE // world.ratio // world.index_page))
+    for target in targets:
+        pages[world.pages_of[target - 1].to(world.device)] = pages[world.pages_of[source - 1].to(world.device)]
+        world.x[target], world.q_lora[target] = world.x[source], world.q_lora[source]
+    world.key_cache, world.score_cache = {}, {}
+
+
+def move_pages(world: World) -> int:
+    """Move every request's index K to other pages and spoil all that is left behind; how many pages moved."""
+    pages = world.keys.pool.unflatten(0, (-1, KV_PAGE // world.ratio // world.index_page))
+    kept, old = pages.clone(), world.pages_of
+    new = old.flip(0).roll(1, 1)
+    pages.fill_(255)
+    pages[new.flatten().to(world.device)] = kept[old.flatten().to(world.device)]
+    world.pages_of = new
+    token = torch.arange(world.req_to_token.shape[1])
+    table = new[:, token // KV_PAGE] * KV_PAGE + token % KV_PAGE
+    world.req_to_token[1:] = table.to(world.device, torch.int32)
+    world.key_cache, world.score_cache = {}, {}
+    return int((new != old).sum())

@@ -64,10 +64,7 @@ def test_rows_past_2_31_elements(kernels_on):
     place that a 32-bit offset would name, 2^32 elements before, stays as it was."""
     problem, kernels = build(kernels_on, [200, 65, 130])
     rows, device = problem.rows, device_of(kernels_on)
-    picks = garbage(problem)
-    dense = source_pass(problem, kernels, picks)
-    positions, slots = consumer_pass(problem, kernels)
-    schedule = [t.clone() for t in (rows.sparse_indices, rows.physical_blocks, rows.end)]
+    dense = source_pass(problem, kernels)
     near = kernels.sparse_logits(problem.queries, problem.keys, rows, whole(problem)).clone()
 
     stride, base = 2**30 + 64, 2**31
@@ -83,17 +80,19 @@ def test_rows_past_2_31_elements(kernels_on):
     tables = far(words, SMALL.topk, 4096), far(words, SMALL.topk, 4096 + 64), far(words, SMALL.topk, 4096 + 128)
     far_picks, far_positions, far_slots = tables
     kernels.select_visible(far_dense, rows, whole(problem), far_picks)
-    poison(rows)
-    kernels.expand(kernels.choose_blocks(far_dense, rows, whole(problem)), rows, whole(problem))
-    for before, after in zip(schedule, (rows.sparse_indices, rows.physical_blocks, rows.end), strict=True):
-        assert torch.equal(before, after)
-    logits = kernels.sparse_logits(problem.queries, problem.keys, rows, whole(problem))
-    assert logits.data_ptr() == problem.buffers._compact.data_ptr()
+    kernels.select_candidates(
+        kernels.sparse_logits(problem.queries, problem.keys, rows, whole(problem)),
+        rows,
+        whole(problem),
+        out_positions=far_positions,
+        out_slots=far_slots,
+    )
+    logits = problem.buffers._compact
     for row, end in enumerate(rows.end.tolist()):
         assert torch.equal(logits[row, :end], near[row, :end])
-    kernels.select_candidates(logits, rows, whole(problem), out_positions=far_positions, out_slots=far_slots)
-    for ours, theirs in ((far_picks, picks), (far_positions, positions), (far_slots, slots)):
-        assert ours.sort(1).values.tolist() == theirs.sort(1).values.tolist()
+    poison(rows)
+    kernels.expand(kernels.choose_blocks(far_dense, rows, whole(problem)), rows, whole(problem))
+    check_step(problem, far_dense, far_picks, far_positions, far_slots)
     wrapped = base + 2 * stride - 2**32
     assert not halves[wrapped : wrapped + 8192].any() and not words[wrapped : wrapped + 8192].any()
 
@@ -101,7 +100,7 @@ def test_rows_past_2_31_elements(kernels_on):
 def test_pages_past_2_31_bytes(kernels_on):
     """Pages up to id 3,000 with a stride of 1,000,000 bytes: dense and sparse logits are those of the bytes there."""
     problem, kernels = build(kernels_on, [192, 130, 70])
-    stride, base = 1_000_000, 1_300_000_000
+    stride, base = 1_000_000, 2_150_000_000  # room for what a 32-bit offset would read
     memory = reserve(base + 3001 * stride, device_of(kernels_on))
     pool = memory.as_strided((3001, 64 * 68), (stride, 1), base)
     table = torch.tensor([[3000, 1, 2999], [2150, 3000, 7], [2148, 2149, 0]], dtype=torch.int32)
@@ -160,26 +159,21 @@ def test_ties_at_the_released_size(kernels_on, select):
 
 @pytest.mark.parametrize("field", ["q", "weights"])
 def test_nan_row_in_every_output(kernels_on, field):
-    """A row of NaN names only places of its own, in the source and in a consumer; its neighbours pick as without it."""
-    outcomes = []
-    for spoiled in (False, True):
-        problem, kernels = build(kernels_on, [100, 150, 130])
-        if spoiled:
-            getattr(problem.queries, field)[1] = math.nan
-        picks = garbage(problem)
-        source_pass(problem, kernels, picks)
-        outcomes.append([t.sort(1).values.tolist() for t in (picks, *consumer_pass(problem, kernels))])
-        # One output alone takes another way through the selection.
-        alone = garbage(problem)
-        logits = kernels.sparse_logits(problem.queries, problem.keys, problem.rows, whole(problem))
-        kernels.select_candidates(logits, problem.rows, whole(problem), out_positions=None, out_slots=alone)
-        outcomes[-1].append(alone.sort(1).values.tolist())
-    for clean, spoiled in zip(*outcomes, strict=True):
-        assert spoiled[0] == clean[0] and spoiled[2] == clean[2]
+    """A row of NaN names only places of its own, in the source and in a consumer; its neighbours pick by their
+    own scores."""
+    problem, kernels = build(kernels_on, [100, 150, 130])
+    getattr(problem.queries, field)[1] = math.nan
+    picks = garbage(problem)
+    dense = source_pass(problem, kernels, picks)
+    positions, slots = consumer_pass(problem, kernels)
+    check_step(problem, dense, picks, positions, slots, which=[0, 2])
+    # One output alone takes another way through the selection.
+    alone = garbage(problem)
+    logits = kernels.sparse_logits(problem.queries, problem.keys, problem.rows, whole(problem))
+    kernels.select_candidates(logits, problem.rows, whole(problem), out_positions=None, out_slots=alone)
     own = {-1} | {slot_of(problem.rows, 1, p) for p in range(150)}
-    slots, positions, both, alone = (out[1] for out in outcomes[1])
-    assert set(slots) <= own and set(both) <= own and set(alone) <= own
-    assert set(positions) <= set(range(-1, 150))
+    assert all(set(out[1].tolist()) <= own for out in (picks, slots, alone))
+    assert set(positions[1].tolist()) <= set(range(-1, 150))
     blocks = [b for b in problem.rows.sparse_indices[1].tolist() if b != INT32_MAX]
     assert blocks == sorted(set(blocks)) and (150 - 1) // 8 in blocks and len(blocks) == SMALL.topk_blocks
 
@@ -197,7 +191,7 @@ def test_lengths_at_every_capacity(kernels_on, capacity):
     dense = torch.full((len(lens), capacity), math.nan, dtype=torch.bfloat16, device=problem.rows.lens.device)
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, problem.rows):
         column = torch.arange(logits.shape[1], device=logits.device)
-        logits.masked_fill_(column >= problem.rows.lens[tile, None], math.nan)
+        logits.masked_fill_(column >= problem.rows.lens[tile, None], 3e38)
         logits = logits[:, : max(capacity, 1)]
         kernels.select_visible(logits, problem.rows, tile, picks)
         kernels.expand(kernels.choose_blocks(logits, problem.rows, tile), problem.rows, tile)
