@@ -127,7 +127,7 @@ def test_fabricated_rows_of_an_idle_rank(kernels_on):
     nothing = {name: getattr(chunk, name)[:0] for name in ("x", "q_lora", "positions", "req_rows")}
     fields = {name: getattr(chunk, name) for name in chunk.__struct_fields__}
     for published in (None, before):
-        empty = type(chunk)(**{**fields, **nothing, "rows_per_request": [0], "seq_lens_cpu": [0]})
+        empty = type(chunk)(**{**fields, **nothing, "rows_per_request": [0]})
         world.indexer.consume_prefill(empty, published)
         assert (empty.out_raw_indices == -1).all() and (empty.out_page_indices == -1).all()
     assert dict(world.kernels.calls) == counted

@@ -14,7 +14,7 @@ ROWS = [
 ]
 
 
-def tests_of(path: Path) -> set[str]:
+def functions_of(path: Path) -> set[str]:
     """Names of the test functions that pytest collects from a file's top level."""
     return {
         node.name
@@ -35,4 +35,4 @@ def test_named_tests_exist(row):
     assert row[2].count("::") == len(named), "a test is not spelled `path::name`"
     assert named or re.match(r"not yet: \w+", row[2])
     for path, name in named:
-        assert name in tests_of(ROOT / path), f"{path} has no {name}"
+        assert name in functions_of(ROOT / path), f"{path} has no {name}"
