@@ -20,7 +20,7 @@ import torch
 
 from scripts.bench_kernels import PAGE_SLOTS, Case, graph_of, sample
 from scripts.results import ResultFile
-from sglang_dsv41.kernels.portable import ScoringConfig, paged_index_logits
+from sglang_dsv41.kernels.scoring import ScoringConfig, paged_index_logits
 
 TILES_AND_WARPS = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
 BLOCKS_PER_SM = (4, 8, 16)

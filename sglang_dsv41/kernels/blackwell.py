@@ -14,7 +14,8 @@ import torch
 from ..geometry import CandidateGeometry
 from ..rows import RowBuffers, SparseRows
 from . import IndexQueries, KernelSet, PagedKeys
-from .portable import CandidateSelection, expand_blocks
+from .expansion import expand_blocks
+from .selection import GpuSelection
 
 SPARSE_ENTRY_POINTS = ("get_paged_sparse_mqa_logits_metadata", "fp8_fp4_paged_sparse_mqa_logits")
 # DeepGEMM reads ids in fours and schedules at most this many blocks a row.
@@ -22,7 +23,7 @@ MAX_KERNEL_BLOCKS = 4096
 POOL_STRIDE_BYTES = 512
 
 
-class BlackwellKernels(CandidateSelection, KernelSet):
+class BlackwellKernels(GpuSelection, KernelSet):
     """Paged DeepGEMM kernels for decode, verify and extend; extend rows read the pool through their page-table line."""
 
     name = "blackwell"
@@ -68,29 +69,13 @@ class BlackwellKernels(CandidateSelection, KernelSet):
             )
 
     def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
-        from sglang.kernels.ops.attention.deep_select import topk_page_transform
-
         self.calls["select_visible"] += 1
-        topk = self.geometry.topk
-        out = out_slots[tile]
-        if out.shape[1] > topk:
-            out[:, topk:] = -1
-        topk_page_transform(
-            logits,
-            topk,
-            page_table=rows.block_table[tile],
-            page_size=rows.table_slots,
-            end=rows.lens[tile],
-            output_idx=out[:, :topk],
-        )
+        out_slots[tile, self.geometry.topk :] = -1
+        self._select_visible_on_gpu(logits, rows, tile, out_slots)
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
-        from sglang.kernels.ops.attention.dsv4.candidate_blocks import amax_topk_blocks, candidate_row_lens
-
         self.calls["choose_blocks"] += 1
-        lens = rows.lens[tile]
-        nblocks, _ = candidate_row_lens(lens, self.geometry.topk_blocks, self.geometry.block_size)
-        return amax_topk_blocks(logits, lens, nblocks, self.geometry.topk_blocks)
+        return self._choose_blocks_on_gpu(logits, rows, tile)
 
     def expand(self, blocks: torch.Tensor, rows: SparseRows, tile: slice) -> None:
         self.calls["expand"] += 1
@@ -150,7 +135,7 @@ class BlackwellKernels(CandidateSelection, KernelSet):
         out_slots: torch.Tensor | None,
     ) -> None:
         self.calls["select_candidates"] += 1
-        self._select_on_gpu(logits, rows, tile, out_positions, out_slots)
+        self._select_candidates_on_gpu(logits, rows, tile, out_positions, out_slots)
 
     def _request_ids(self, rows: SparseRows) -> torch.Tensor:
         """[rows] int32 ids; consecutive rows of one id share a K pass.

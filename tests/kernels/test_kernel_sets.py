@@ -335,7 +335,7 @@ def test_released_geometry_on_gpu():
 @pytest.mark.parametrize("exponents", [(120, 130), (100, 150)])
 def test_fp8_products_equal_bf16_products(exponents):
     """The FP8 path of the scoring kernel, used on Hopper, against the bf16 path: the same logits."""
-    from sglang_dsv41.kernels.portable import ScoringConfig, paged_index_logits
+    from sglang_dsv41.kernels.scoring import ScoringConfig, paged_index_logits
 
     device = "cuda" if "portable-cuda" in DEVICES else "cpu"
     lens = [200, 65, 1, 0]
