@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sweep the launch of the portable scoring kernel: tile, warps, grid, FP8 or bf16 products.
+"""Sweep the launch of the portable scoring kernel: tile, warps, grid, width of loads, FP8 or bf16 products.
 
     python scripts/bench_variants.py                 # -> benchmarks/results/variants.json
 
@@ -29,8 +29,8 @@ SHAPES = (("sparse_logits", 8, 131072), ("dense_logits", 8, 131072))
 
 def variants() -> list[ScoringConfig]:
     """Every launch of the sweep but the default's own."""
-    sweep = itertools.product((True, False), TILES_AND_WARPS, BLOCKS_PER_SM)
-    found = [ScoringConfig(tile, warps, blocks, fp8) for fp8, (tile, warps), blocks in sweep]
+    sweep = itertools.product((True, False), (True, False), TILES_AND_WARPS, BLOCKS_PER_SM)
+    found = [ScoringConfig(tile, warps, blocks, wide, fp8) for fp8, wide, (tile, warps), blocks in sweep]
     return [config for config in found if config != ScoringConfig(fp8=True)]
 
 
@@ -66,6 +66,7 @@ def main() -> None:
         for config, times in zip(configs[1:], samples[1:]):
             products = "fp8" if config.fp8 else "bf16"
             launch = f"{products} {config.tile_columns}x{config.warps} {config.blocks_per_sm}/SM"
+            launch += " wide" if config.wide else ""
             results.add(f"{kind} {requests}x{context} {launch}", "us", stock=samples[0], ours=times)
         del graphs, case
         torch.cuda.empty_cache()

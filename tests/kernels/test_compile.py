@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = {"dense bf16", "sparse bf16", "block maxima", "expand", "map columns"}
-FP8 = {"dense fp8", "sparse fp8"}
+KERNELS = {"dense bf16", "sparse bf16", "sparse bf16 wide", "block maxima", "expand", "map columns"}
+FP8 = {"dense fp8", "sparse fp8", "sparse fp8 wide"}
 
 
 def compiled(capability: int, cache: Path) -> dict:

@@ -354,3 +354,22 @@ def test_fp8_products_equal_bf16_products(exponents):
             expected = dense_scores(problem, row)
             close(a, expected, expected.abs().max().item())
         assert outs[0][row, length:].isnan().all() and outs[1][row, length:].isnan().all()
+
+
+@pytest.mark.parametrize("page_stride", [None, 64 * 68 + 4], ids=["on 16 bytes", "off 16 bytes"])
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+def test_wide_loads_change_no_bit(fp8, page_stride):
+    """Keys loaded by more than a byte at once, where the pool lies on 16 bytes, and where it does not."""
+    from sglang_dsv41.kernels.scoring import ScoringConfig, paged_index_logits
+
+    device = "cuda" if "portable-cuda" in DEVICES else "cpu"
+    lens = [200, 65, 1, 0]
+    problem = make_problem(lens, device=device, page_stride=page_stride)
+    rows, outs = problem.rows, []
+    for wide in (False, True):
+        out = torch.full((4, 256), 7.0, dtype=torch.bfloat16, device=device)
+        config = ScoringConfig(fp8=fp8, wide=wide)
+        paged_index_logits(problem.queries, problem.keys, rows.block_table, 64, rows.lens, out, config)
+        outs.append(out)
+    assert torch.equal(*outs)
+    assert all((outs[0][row, length:] == 7.0).all() for row, length in enumerate(lens))
