@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import attention_backends, get_schedule, max_spe
 from . import BACKEND_NAME, envs, requirements
 from .geometry import CandidateGeometry
 from .indexer import SparseCandidateIndexer
-from .kernels import kernel_set_class
+from .kernels import KernelSet, kernel_set_class
 from .rows import RowBuffers
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class SparseCandidates:
 
             logger.warning("%s is set: each kernel is waited for and checked; this server is slow.", envs.DEBUG)
             kernels = DebugKernels(kernels)
-        prefill_source, full_topk = extend_scorers(self, facts.capability, geometry)
+        prefill_source, full_topk = extend_scorers(self, kernels, geometry)
         self.candidate_indexer = SparseCandidateIndexer(
             geometry=geometry,
             kernels=kernels,
@@ -68,12 +68,13 @@ class Dsv41SparseAttnBackend(SparseCandidates, DeepseekV4AttnBackend):
     """``--attention-backend dsv41-sparse`` over SGLang's FlashMLA DeepSeek-V4 attention."""
 
 
-def extend_scorers(backend: Any, capability: tuple[int, int] | None, geometry: CandidateGeometry) -> tuple[Any, Any]:
+def extend_scorers(backend: Any, kernels: KernelSet, geometry: CandidateGeometry) -> tuple[Any, Any]:
     """SGLang's prefill candidates and full top-k indexer, which score the source and the full layers of an extend.
 
-    SGLang takes DeepGEMM's kernels from compute capability 10 on, and they assert 10.x: newer GPUs get its torch way.
+    SGLang takes DeepGEMM's kernels from compute capability 10 on, and they assert 10.x; so the kernel set says whether
+    they are to be had, and where not SGLang's torch way scores.
     """
-    if capability is None or capability[0] <= 10:
+    if kernels.deep_gemm_extend:
         return backend.prefill_candidates, backend.full_topk_indexer
     source = DenseBlocksBackend(
         token_to_kv_pool=backend.token_to_kv_pool,

@@ -8,6 +8,8 @@ from typing import Any
 # Positions a sparse kernel scores as one unit; the largest that divides the candidate block is used.
 KERNEL_BLOCKS = (16, 8)
 HEAD_DIM = 128
+# Columns that SGLang's selection kernel for compact rows (topk_bf16_small) takes.
+SELECT_MAX_COLUMNS = 16384
 INT32_MAX = 2**31 - 1
 
 

@@ -10,12 +10,10 @@ import dataclasses
 from typing import Any
 
 from . import BACKEND_NAME
-from .geometry import HEAD_DIM, CandidateGeometry, GeometryError
+from .geometry import HEAD_DIM, SELECT_MAX_COLUMNS, CandidateGeometry, GeometryError
 from .kernels import KERNEL_SETS, kernel_set_name
 
 BACKEND = f"--attention-backend {BACKEND_NAME}"
-# Columns that SGLang's selection kernel for compact rows (topk_bf16_small) takes.
-SELECT_MAX_COLUMNS = 16384
 # SGLang's DeepSeek-V4 attention metadata asserts one of these, at its first step.
 INDEX_TOPKS = (512, 1024)
 # DeepGEMM: kernel blocks a row, and bytes a page stride must be a multiple of.

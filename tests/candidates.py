@@ -8,8 +8,9 @@ import math
 import torch
 
 from sglang_dsv41.geometry import INT32_MAX, CandidateGeometry
-from sglang_dsv41.kernels import IndexQueries, PagedKeys
+from sglang_dsv41.kernels import IndexQueries, PagedKeys, kernel_set_class
 from sglang_dsv41.rows import RowBuffers, SparseRows
+from tests.devices import device_of
 
 SMALL = CandidateGeometry(topk_blocks=16, block_size=8, topk=24, heads=16, source_layer=6, consumer_layers=(8, 9))
 RELEASED = CandidateGeometry(topk_blocks=2048, block_size=8, topk=512, heads=32, source_layer=20, consumer_layers=(24,))
@@ -100,6 +101,13 @@ def make_problem(
         rows=rows,
         buffers=buffers,
     )
+
+
+def build(kernels_on: str, lens: list[int], geometry: CandidateGeometry = SMALL, **options):
+    """A poisoned problem and the kernel set of `kernels_on` for it; options as of ``make_problem``."""
+    problem = make_problem(lens, geometry, device=device_of(kernels_on), **options)
+    poison(problem.rows)
+    return problem, kernel_set_class(kernels_on.split("-")[0])(geometry, problem.buffers)
 
 
 def poison(rows: SparseRows) -> None:

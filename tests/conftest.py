@@ -22,3 +22,23 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+from tests.devices import DEVICES  # noqa: E402 (after the choice of the interpreter)
+
+
+@pytest.fixture(params=DEVICES)
+def kernels_on(request):
+    """Each kernel set that this machine can run, as `<kernel set>-<device>`."""
+    return request.param
+
+
+@pytest.fixture
+def one_thread():
+    """Many tiny operations: a thread pool only adds waiting, most of all on a shared machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

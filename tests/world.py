@@ -158,6 +158,19 @@ class World:
     def garbage(self, rows, width=None):
         return torch.full((rows, width or self.geometry.topk), GARBAGE, dtype=torch.int32, device=self.device)
 
+    def layer_inputs(self, layer, request, position, x, q_lora) -> dict:
+        """What decode and extend inputs have in common."""
+        return dict(
+            indexer=self.indexers[layer],
+            layer_id=layer,
+            compress_ratio=self.ratio,
+            freqs_cis=self.freqs_cis,
+            x=x,
+            q_lora=q_lora,
+            positions=position,
+            req_rows=request,
+        )
+
     def decode(self, layer, rows, *, is_verify=False, width=None, out_rows=None) -> DecodeInputs:
         request, position, x, q_lora, table = self.row_tensors(rows)
         with sglang_envs.SGLANG_FP8_PAGED_MQA_LOGITS_TORCH.override(True):
@@ -172,14 +185,7 @@ class World:
                 compress_ratio=self.ratio,
             )
         return DecodeInputs(
-            indexer=self.indexers[layer],
-            layer_id=layer,
-            compress_ratio=self.ratio,
-            freqs_cis=self.freqs_cis,
-            x=x,
-            q_lora=q_lora,
-            positions=position,
-            req_rows=request,
+            **self.layer_inputs(layer, request, position, x, q_lora),
             paged_metadata=metadata,
             is_verify=is_verify,
             out_page_indices=self.garbage(out_rows or len(rows), width),
@@ -193,14 +199,7 @@ class World:
         lens = seen or [1 + max(p for r, p in rows if r == one) for one in order]
         pool_indices = self.tensor(order)
         return PrefillInputs(
-            indexer=self.indexers[layer],
-            layer_id=layer,
-            compress_ratio=self.ratio,
-            freqs_cis=self.freqs_cis,
-            x=x,
-            q_lora=q_lora,
-            positions=position,
-            req_rows=request,
+            **self.layer_inputs(layer, request, position, x, q_lora),
             req_pool_indices=pool_indices,
             k_slots=prefill_k_slots(
                 req_to_token=self.req_to_token, req_pool_indices=pool_indices, seq_lens_cpu=lens, ratio=self.ratio

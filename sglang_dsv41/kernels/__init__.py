@@ -1,7 +1,7 @@
 """Kernel sets: the one seam for devices.
 
-A set implements ``KernelSet``; a new GPU family is a new file here, not a branch in the indexer. ``kernel_set_for``
-picks one by GPU capability; ``DSV41_SPARSE_KERNELS`` forces one by name.
+A set implements ``KernelSet``; a new GPU family is a new file here, not a branch in the indexer. ``kernel_set_name``
+picks one by GPU capability; ``DSV41_SPARSE_KERNELS`` forces one by name (requirements.py).
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class KernelSet(abc.ABC):
     """
 
     name: ClassVar[str]
+    # Whether the set's GPUs run SGLang's DeepGEMM scorers of an extend; elsewhere SGLang's torch way scores it.
+    deep_gemm_extend: ClassVar[bool] = False
 
     def __init__(self, geometry: CandidateGeometry, buffers: RowBuffers) -> None:
         self.geometry = geometry
@@ -127,16 +129,8 @@ class KernelSet(abc.ABC):
             yield slice(start, min(start + self.buffers.rows_per_pass, num_rows))
 
 
-def kernel_set_name(capability: tuple[int, int] | None, forced: str | None = None) -> str | None:
-    """The kernel set for a CUDA capability (None: no CUDA device), or None where there is none.
-
-    Raises:
-        ValueError: ``forced`` names no kernel set.
-    """
-    if forced is not None:
-        if forced not in KERNEL_SETS:
-            raise ValueError(f"DSV41_SPARSE_KERNELS={forced!r}: choose one of {', '.join(KERNEL_SETS)}, or unset it")
-        return forced
+def kernel_set_name(capability: tuple[int, int] | None) -> str | None:
+    """The kernel set for a CUDA capability (None: no CUDA device), or None where there is none."""
     if capability is None:
         return None
     if capability[0] == 10:

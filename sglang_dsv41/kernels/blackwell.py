@@ -17,16 +17,12 @@ from . import IndexQueries, KernelSet, PagedKeys
 from .expansion import expand_blocks
 from .selection import GpuSelection
 
-SPARSE_ENTRY_POINTS = ("get_paged_sparse_mqa_logits_metadata", "fp8_fp4_paged_sparse_mqa_logits")
-# DeepGEMM reads ids in fours and schedules at most this many blocks a row.
-MAX_KERNEL_BLOCKS = 4096
-POOL_STRIDE_BYTES = 512
-
 
 class BlackwellKernels(GpuSelection, KernelSet):
     """Paged DeepGEMM kernels for decode, verify and extend; extend rows read the pool through their page-table line."""
 
     name = "blackwell"
+    deep_gemm_extend = True
 
     def __init__(self, geometry: CandidateGeometry, buffers: RowBuffers) -> None:
         super().__init__(geometry, buffers)

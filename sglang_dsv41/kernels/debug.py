@@ -25,11 +25,11 @@ class KernelCheckError(RuntimeError):
 class DebugKernels(KernelSet):
     """Wraps ``inner``; every operation is ``inner``'s, followed by a synchronisation and a check of what it wrote."""
 
-    name = "debug"
-
     def __init__(self, inner: KernelSet) -> None:
         super().__init__(inner.geometry, inner.buffers)
         self.inner = inner
+        self.name = inner.name
+        self.deep_gemm_extend = inner.deep_gemm_extend
         self.calls = inner.calls
 
     def _run(self, operation: str, call: Callable[[], Any], check: Callable[[Any], str | None] | None = None) -> Any:

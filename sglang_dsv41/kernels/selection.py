@@ -6,11 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..geometry import INT32_MAX, CandidateGeometry
+from ..geometry import INT32_MAX, SELECT_MAX_COLUMNS, CandidateGeometry
 from ..rows import RowBuffers, SparseRows
-
-# SGLang's selection kernel for compact rows: at most this many columns.
-SELECT_MAX_COLUMNS = 16384
 
 _INT32_MAX = tl.constexpr(INT32_MAX)
 

@@ -16,6 +16,7 @@ from tests.candidates import (
     GARBAGE,
     RELEASED,
     SMALL,
+    build,
     check_step,
     consumer_pass,
     dense_scores,
@@ -28,18 +29,7 @@ from tests.candidates import (
     source_pass,
     visible_in,
 )
-from tests.devices import DEVICES, device_of
-
-
-@pytest.fixture(params=DEVICES)
-def kernels_on(request):
-    return request.param
-
-
-def build(kernels_on, lens, geometry=SMALL, **options):
-    problem = make_problem(lens, geometry, device=device_of(kernels_on), **options)
-    poison(problem.rows)
-    return problem, kernel_set_class(kernels_on.split("-")[0])(geometry, problem.buffers)
+from tests.devices import device_of
 
 
 def whole(problem):

@@ -15,6 +15,7 @@ from tests.candidates import (
     RELEASED,
     SMALL,
     assert_selection,
+    build,
     dense_scores,
     make_problem,
     oracle_blocks,
@@ -22,7 +23,7 @@ from tests.candidates import (
     slot_of,
     visible_in,
 )
-from tests.devices import DEVICES, device_of
+from tests.devices import DEVICES
 
 # bf16 rounding of a score relative to the largest of its row, as SGLang's own kernels round.
 ROUNDING = 2e-2
@@ -30,18 +31,6 @@ LENGTHS = [0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 200]
 WIDE = CandidateGeometry(topk_blocks=6, block_size=24, topk=20, heads=16)
 WIDE16 = CandidateGeometry(topk_blocks=8, block_size=32, topk=20, heads=32)
 GEOMETRIES = {"8": SMALL, "24": WIDE, "32": WIDE16}
-
-
-@pytest.fixture(params=DEVICES)
-def kernels_on(request):
-    return request.param
-
-
-def build(kernels_on, lens, geometry=SMALL, **options):
-    name, device = kernels_on, device_of(kernels_on)
-    problem = make_problem(lens, geometry, device=device, **options)
-    poison(problem.rows)
-    return problem, kernel_set_class(name.split("-")[0])(geometry, problem.buffers)
 
 
 def whole(problem):

@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlock
 from sglang.srt.layers.attention.dsv4.v41_indexer.full_topk import FullTopKIndexer
 
 from sglang_dsv41 import backend
+from sglang_dsv41.kernels import kernel_set_class, kernel_set_name
 from tests.candidates import RELEASED
 
 
@@ -54,19 +55,20 @@ def test_one_dense_row_of_every_full_layer_fits(limits, monkeypatch, ratios, wid
     assert rows.dense_rows_per_pass(width) == 1
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (10, 0), (10, 3)])
-def test_an_extend_keeps_sglangs_scorers(capability):
+def test_an_extend_keeps_sglangs_scorers_on_sm100():
     stock = types.SimpleNamespace(prefill_candidates=object(), full_topk_indexer=object())
-    assert backend.extend_scorers(stock, capability, RELEASED) == (stock.prefill_candidates, stock.full_topk_indexer)
+    kernels = kernel_set_class(kernel_set_name((10, 0)))
+    assert backend.extend_scorers(stock, kernels, RELEASED) == (stock.prefill_candidates, stock.full_topk_indexer)
 
 
-@pytest.mark.parametrize("capability", [(11, 0), (12, 0), (12, 1)])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (11, 0), (12, 0), (12, 1)])
 def test_an_extend_needs_no_sm100_kernel_elsewhere(capability):
-    """SGLang takes its DeepGEMM scorers there, which assert compute capability 10.x at the first request."""
+    """Past 10.x SGLang takes its DeepGEMM scorers too, which assert compute capability 10.x at the first request."""
     stock = types.SimpleNamespace(
         prefill_candidates=object(), full_topk_indexer=object(), token_to_kv_pool=object(), req_to_token=object()
     )
-    source, full = backend.extend_scorers(stock, capability, RELEASED)
+    kernels = kernel_set_class(kernel_set_name(capability))
+    source, full = backend.extend_scorers(stock, kernels, RELEASED)
     assert type(source) is DenseBlocksBackend and not source.use_deep_gemm_prefill
     assert (source.topk_blocks, source.block_size) == (2048, 8)
     assert type(full) is FullTopKIndexer and not full.use_deep_gemm_prefill

@@ -10,22 +10,10 @@ pytest.importorskip("sglang")
 
 from sglang_dsv41.kernels import IndexQueries
 from tests.candidates import make_problem
-from tests.devices import DEVICES, device_of
+from tests.devices import device_of
 from tests.world import CONSUMER, GEOMETRY, LAST, SOURCE, World, copy_request, move_pages, picks, positions_of, span
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many tiny operations: a thread pool only adds waiting, most of all on a shared machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(params=DEVICES)
-def kernels_on(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def exact(world) -> bool:

@@ -14,25 +14,12 @@ pytest.importorskip("sglang")
 from sglang.srt.layers.attention.dsv4.v41_indexer.types import DecodeInputs, PrefillInputs
 
 from sglang_dsv41.geometry import INT32_MAX
-from tests.devices import DEVICES
 from tests.world import CONSUMER, GARBAGE, GEOMETRY, LAST, SOURCE, World, picks, span
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Positions of one draft group, or of one decode batch, on block (8), index-page (64) and KV-page (256) edges.
 EDGES = [0, 1, 6, 7, 8, 62, 63, 64, 127, 254, 255, 256, 257, 511, 519, 599]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many tiny operations: a thread pool only adds waiting, most of all on a shared machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(params=DEVICES)
-def kernels_on(request):
-    return request.param
 
 
 @pytest.fixture(params=[1, 2], ids=["ratio1", "ratio2"])

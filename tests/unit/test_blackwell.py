@@ -27,18 +27,13 @@ from tests.candidates import E2M1
 from tests.devices import HAS_GPU
 from tests.world import CONSUMER, GEOMETRY, LAST, SOURCE, World, picks, span
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="tensors of the CPU stand in for SM100; a GPU runs Triton natively")
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="tensors of the CPU stand in for SM100; a GPU runs Triton natively"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 PAGE = 128
 GARBAGE = 1e30
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- packed MXFP4 queries ----
