@@ -139,8 +139,7 @@ class Case:
 
     def ours_source(self, s: Inputs):
         for tile, logits in self.kernels.dense_logits_tiles(s.queries, self.keys, s.rows):
-            self.kernels.select_visible(logits, s.rows, tile, s.out_slots)
-            self.kernels.expand(self.kernels.choose_blocks(logits, s.rows, tile), s.rows, tile)
+            self.kernels.publish(logits, s.rows, tile, s.out_slots)
 
     # ---- SGLang's ----
 

@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import attention_backends, get_schedule, max_spe
 from . import BACKEND_NAME, envs, requirements
 from .geometry import CandidateGeometry
 from .indexer import SparseCandidateIndexer
-from .kernels import KernelSet, kernel_set_class
+from .kernels import KernelSet, make_kernel_set
 from .rows import RowBuffers
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class SparseCandidates:
         super().__init__(model_runner, *args, **kwargs)
         self.candidate_geometry = geometry = facts.geometry
         self.row_buffers = allocate_rows(self, geometry)
-        kernels = kernel_set_class(requirements.kernel_set_of(facts))(geometry, self.row_buffers)
+        kernels = make_kernel_set(requirements.kernel_set_of(facts), geometry, self.row_buffers)
         if envs.debug():
             from .kernels.debug import DebugKernels
 

@@ -56,8 +56,7 @@ class SparseCandidateIndexer:
         rows = self._decode_rows(inputs)
         queries, keys = kernels.project(inputs), self._keys(inputs)
         for tile, logits in kernels.dense_logits_tiles(queries, keys, rows):
-            kernels.select_visible(logits, rows, tile, inputs.out_page_indices)
-            kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+            kernels.publish(logits, rows, tile, inputs.out_page_indices)
         _pad_rows(inputs.out_page_indices, rows.num_rows)
         return CandidateSchedule(rows=rows, geometry=self.geometry)
 
@@ -157,7 +156,7 @@ class SparseCandidateIndexer:
             ratio=inputs.compress_ratio,
             block_table=metadata.page_table,
             table_slots=metadata.compressed_page_size,
-            request_rows=inputs.req_rows if scheduled else None,
+            request_rows=inputs.req_rows if scheduled or inputs.is_verify else None,
             paged_metadata=metadata,
             is_verify=inputs.is_verify,
             scheduled=scheduled,

@@ -174,11 +174,13 @@ def _device(facts: EngineFacts) -> list[Unmet]:
                 "Run on an A100, L40S, H100, H200, H20, B200 or newer, or drop the option.",
             )
         ]
+    found = "no CUDA device" if facts.capability is None else "compute capability %d.%d" % facts.capability
+    if name == "hopper" and facts.capability != (9, 0):
+        return [Unmet("GPU", found, "compute capability 9.0 for the Hopper kernels", "Unset DSV41_SPARSE_KERNELS.")]
     if name != "blackwell":
         return []
     failures = []
     if facts.capability is None or facts.capability[0] != 10:
-        found = "no CUDA device" if facts.capability is None else "compute capability %d.%d" % facts.capability
         # What DeepGEMM needs besides does not matter elsewhere.
         needed = "compute capability 10.x for the DeepGEMM kernels"
         return [Unmet("GPU", found, needed, "Unset DSV41_SPARSE_KERNELS.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ class SparseRows:
         sparse_indices: [rows, kernel blocks] int32, logical kernel blocks, ascending, INT32_MAX padded.
         physical_blocks: [rows, kernel blocks] int32, the same blocks as pool slot // kernel block, -1 padded.
         end: [rows] int32, valid columns of the row's compact logits.
-        row_indices: [rows] int32, ``req_to_token`` row of each row; None in extend.
+        row_indices: [rows] int32, ``req_to_token`` row of each row; None in extend, and in a decode that publishes nothing.
         is_verify: whether rows are draft tokens, several a request.
+        scheduled: whether the rows carry a schedule; a full top-k layer's do not.
         rows_per_request: query rows of each request in row order; None in decode and verify.
         paged_metadata: SGLang's ``PagedIndexerMetadata`` of the step; None in extend.
         kernel_metadata: a kernel's work plan, made by the first consumer of the step and reused by the later ones.
@@ -47,6 +49,7 @@ class SparseRows:
     end: torch.Tensor
     row_indices: torch.Tensor | None = None
     is_verify: bool = False
+    scheduled: bool = True
     rows_per_request: list[int] | None = None
     paged_metadata: Any | None = None
     kernel_metadata: Any | None = None
@@ -92,6 +95,9 @@ class RowBuffers:
         # At least one row must fit whatever the context; the rest of the budget goes to more rows a pass.
         dense_bytes = max(dense_row_bytes, min(scratch_bytes, max(1, dense_rows) * dense_row_bytes))
         self._dense = torch.empty(dense_bytes // 2, dtype=torch.bfloat16, device=self.device)
+        # An eighth of it, and room to start each of dense_rows on 128 B.
+        maxima = dense_bytes // 2 // 8 + max(1, dense_rows) * row_stride(1, 2)
+        self._maxima = torch.empty(maxima, dtype=torch.bfloat16, device=self.device)
         self._compact = self._empty(self.rows_per_pass, row_stride(geometry.columns, 2), dtype=torch.bfloat16)
         self._columns = self._empty(self.rows_per_pass, geometry.topk)
         # Captured graphs keep reading the tensors they were recorded with, so outgrown ones stay alive.
@@ -212,6 +218,7 @@ class RowBuffers:
             end=self._end[:count],
             row_indices=row_indices,
             is_verify=is_verify,
+            scheduled=scheduled,
             rows_per_request=rows_per_request,
             paged_metadata=paged_metadata,
         )
@@ -234,13 +241,24 @@ class RowBuffers:
         Raises:
             ValueError: a single row does not fit, so the context is longer than the server was started for.
         """
-        rows = self._dense.numel() // row_stride(width, 2)
+        rows = min(self._dense.numel() // row_stride(width, 2), self._maxima.numel() // row_stride(-(-width // 8), 2))
         if rows < 1:
             raise ValueError(
                 f"dsv41-sparse: {width} positions of dense logits need {row_stride(width, 2) * 2} B, the buffer has "
                 f"{self._dense.numel() * 2} B; the server was started for a shorter context"
             )
         return rows
+
+    def dense_passes(self, num_rows: int, width: int) -> Iterator[slice]:
+        """Row slices whose dense logits of ``width`` positions fit the dense buffer."""
+        per_pass = self.dense_rows_per_pass(width)
+        for start in range(0, num_rows, per_pass):
+            yield slice(start, min(start + per_pass, num_rows))
+
+    def block_maxima(self, rows: int, blocks: int) -> torch.Tensor:
+        """[rows, blocks] bf16 scratch for the block maxima of one dense pass, each row on 128 B."""
+        stride = row_stride(blocks, 2)
+        return self._maxima[: rows * stride].view(rows, stride)[:, :blocks]
 
     def dense_logits(self, rows: int, width: int) -> torch.Tensor:
         """[rows, width] bf16 scratch for one pass of the source, each row on 128 B."""

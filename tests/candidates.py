@@ -192,9 +192,7 @@ def source_pass(problem: Problem, kernels, out=None) -> torch.Tensor:
     """The source's pass over all tiles; the dense logits of every row."""
     dense = []
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, problem.rows):
-        if out is not None:
-            kernels.select_visible(logits, problem.rows, tile, out)
-        kernels.expand(kernels.choose_blocks(logits, problem.rows, tile), problem.rows, tile)
+        kernels.publish(logits, problem.rows, tile, garbage(problem) if out is None else out)
         dense.append(logits.clone())
     return torch.cat(dense)
 

@@ -1,7 +1,8 @@
 """Kernel sets: the one seam for devices.
 
 A set implements ``KernelSet``; a new GPU family is a new file here, not a branch in the indexer. ``kernel_set_name``
-picks one by GPU capability; ``DSV41_SPARSE_KERNELS`` forces one by name (requirements.py).
+picks one by GPU capability; ``DSV41_SPARSE_KERNELS`` forces one by name (requirements.py). A set that cannot be had, say
+for want of a compiler, leaves its place to its ``fallback``.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import abc
 import collections
 import dataclasses
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 
+from .. import envs
 from ..geometry import CandidateGeometry
 from ..rows import RowBuffers, SparseRows
+
+logger = logging.getLogger(__name__)
 
 # name -> (module, class); imported only when chosen.
 KERNEL_SETS = {
     "reference": (".reference", "ReferenceKernels"),
     "portable": (".portable", "PortableKernels"),
+    "hopper": (".hopper", "HopperKernels"),
     "blackwell": (".blackwell", "BlackwellKernels"),
 }
 
@@ -68,6 +74,13 @@ class KernelSet(abc.ABC):
     name: ClassVar[str]
     # Whether the set's GPUs run SGLang's DeepGEMM scorers of an extend; elsewhere SGLang's torch way scores it.
     deep_gemm_extend: ClassVar[bool] = False
+    # The set that serves the same GPU where this one cannot be had; None where there is none.
+    fallback: ClassVar[str | None] = None
+
+    @classmethod
+    def unmet(cls, geometry: CandidateGeometry) -> str | None:
+        """Why the set cannot be had for this model on this machine, or None. May build its code."""
+        return None
 
     def __init__(self, geometry: CandidateGeometry, buffers: RowBuffers) -> None:
         self.geometry = geometry
@@ -102,6 +115,12 @@ class KernelSet(abc.ABC):
         """Fill ``sparse_indices``, ``physical_blocks`` and ``end`` of ``rows[tile]`` from candidate blocks
         [tile, n] int32 in any order; ids that are negative, INT32_MAX or past the row's newest block are dropped."""
 
+    def publish(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+        """What a source makes of a tile's dense logits: its own top-k into ``out_slots[tile]`` and the tile's schedule.
+        ``select_visible``, ``choose_blocks`` and ``expand``, or all in one."""
+        self.select_visible(logits, rows, tile, out_slots)
+        self.expand(self.choose_blocks(logits, rows, tile), rows, tile)
+
     def plan(self, rows: SparseRows, keys: PagedKeys) -> Any:
         """A work plan for ``sparse_logits``, made once a step; None for a set that needs none."""
         return None
@@ -135,6 +154,8 @@ def kernel_set_name(capability: tuple[int, int] | None) -> str | None:
         return None
     if capability[0] == 10:
         return "blackwell"
+    if capability == (9, 0):
+        return "hopper"
     return "portable" if capability >= (8, 0) else None
 
 
@@ -142,3 +163,19 @@ def kernel_set_class(name: str) -> type[KernelSet]:
     """The class of a kernel set, importing its module."""
     module, attribute = KERNEL_SETS[name]
     return getattr(importlib.import_module(module, __name__), attribute)
+
+
+def make_kernel_set(name: str, geometry: CandidateGeometry, buffers: RowBuffers) -> KernelSet:
+    """The kernel set ``name``, or the one that it falls back to with a warning.
+
+    Raises:
+        RuntimeError: the set was asked for by ``DSV41_SPARSE_KERNELS`` and cannot be had.
+    """
+    kernels = kernel_set_class(name)
+    reason = kernels.unmet(geometry)
+    if reason is None:
+        return kernels(geometry, buffers)
+    if envs.forced_kernels() is not None or kernels.fallback is None:
+        raise RuntimeError(f"dsv41-sparse: the {name} kernels cannot be had: {reason}. Unset {envs.KERNELS}.")
+    logger.warning("dsv41-sparse: the %s kernels cannot be had, so the %s ones serve: %s", name, kernels.fallback, reason)
+    return make_kernel_set(kernels.fallback, geometry, buffers)

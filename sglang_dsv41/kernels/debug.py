@@ -85,6 +85,16 @@ class DebugKernels(KernelSet):
     def expand(self, blocks: torch.Tensor, rows: SparseRows, tile: slice) -> None:
         self._run("expand", lambda: self.inner.expand(blocks, rows, tile), lambda _: self._schedule(rows, tile))
 
+    def publish(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+        if type(self.inner).publish is KernelSet.publish:  # its operations are checked one by one
+            super().publish(logits, rows, tile, out_slots)
+            return
+        self._run(
+            "publish",
+            lambda: self.inner.publish(logits, rows, tile, out_slots),
+            lambda _: self._picks("slots", out_slots[tile], rows.lens[tile], None) or self._schedule(rows, tile),
+        )
+
     def plan(self, rows: SparseRows, keys: PagedKeys) -> Any:
         return self._run("plan", lambda: self.inner.plan(rows, keys))
 

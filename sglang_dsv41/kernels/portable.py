@@ -34,10 +34,8 @@ class PortableKernels(GpuSelection, KernelSet):
         self, queries: IndexQueries, keys: PagedKeys, rows: SparseRows
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         width = rows.block_table.shape[1] * rows.table_slots
-        per_pass = self.buffers.dense_rows_per_pass(width)
-        for start in range(0, rows.num_rows, per_pass):
+        for tile in self.buffers.dense_passes(rows.num_rows, width):
             self.calls["dense_logits"] += 1
-            tile = slice(start, min(start + per_pass, rows.num_rows))
             logits = self.buffers.dense_logits(tile.stop - tile.start, width)
             paged_index_logits(queries[tile], keys, rows.block_table[tile], rows.table_slots, rows.lens[tile], logits)
             yield tile, logits

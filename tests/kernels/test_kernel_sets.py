@@ -17,6 +17,7 @@ from tests.candidates import (
     assert_selection,
     build,
     dense_scores,
+    garbage,
     make_problem,
     oracle_blocks,
     poison,
@@ -116,7 +117,7 @@ def test_sparse_equals_dense_bit_for_bit(kernels_on, geometry, page_slots):
     rows = problem.rows
     dense = torch.cat([logits.clone() for _, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows)])
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows):
-        kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+        kernels.publish(logits, rows, tile, garbage(problem))
     logits = kernels.sparse_logits(problem.queries, problem.keys, rows, whole(problem))
     assert logits.dtype == torch.bfloat16
     for row, length in enumerate(lens):
@@ -134,7 +135,7 @@ def test_selection_of_candidates(kernels_on, geometry, wanted):
     problem, kernels = build(kernels_on, lens, geometry)
     rows, device = problem.rows, problem.rows.lens.device
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows):
-        kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+        kernels.publish(logits, rows, tile, garbage(problem))
     logits = kernels.sparse_logits(problem.queries, problem.keys, rows, whole(problem))
     width = geometry.topk + 12  # SGLang pads its outputs; the padding must be written too
     positions = torch.full((len(lens), width), 12345, dtype=torch.int32, device=device)
@@ -181,7 +182,7 @@ def test_tiles_do_not_change_the_result(kernels_on):
         rows = problem.rows
         slots = torch.full((len(LENGTHS), SMALL.topk), 12345, dtype=torch.int32, device=rows.lens.device)
         for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows):
-            kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+            kernels.publish(logits, rows, tile, garbage(problem))
         passes = list(kernels.passes(rows.num_rows))
         assert len(passes) == (len(LENGTHS) if scratch == 1 else 1)
         for tile in passes:
@@ -196,8 +197,7 @@ def test_all_lengths_zero(kernels_on):
     rows = problem.rows
     slots = torch.full((3, SMALL.topk), 12345, dtype=torch.int32, device=rows.lens.device)
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows):
-        kernels.select_visible(logits, rows, tile, slots)
-        kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+        kernels.publish(logits, rows, tile, slots)
     assert (slots == -1).all() and (rows.end == 0).all() and (rows.sparse_indices == INT32_MAX).all()
     slots.fill_(12345)
     logits = kernels.sparse_logits(problem.queries, problem.keys, rows, whole(problem))
@@ -227,7 +227,7 @@ def test_nan_row_stays_in_bounds_and_alone(kernels_on):
     problem.queries.q[1] = math.nan
     rows, device = problem.rows, problem.rows.lens.device
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows):
-        kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+        kernels.publish(logits, rows, tile, garbage(problem))
     positions = torch.full((3, SMALL.topk), 12345, dtype=torch.int32, device=device)
     logits = kernels.sparse_logits(problem.queries, problem.keys, rows, whole(problem))
     kernels.select_candidates(logits, rows, whole(problem), out_positions=positions, out_slots=None)
@@ -309,7 +309,7 @@ def test_released_geometry_on_gpu():
     rows = problem.rows
     poison(rows)
     for tile, logits in portable.dense_logits_tiles(problem.queries, problem.keys, rows):
-        portable.expand(portable.choose_blocks(logits, rows, tile), rows, tile)
+        portable.publish(logits, rows, tile)
     ours = portable.sparse_logits(problem.queries, problem.keys, rows, whole(problem)).clone()
     theirs = reference.sparse_logits(problem.queries, problem.keys, rows, whole(problem))
     for row, length in enumerate(lens):

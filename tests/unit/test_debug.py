@@ -23,8 +23,7 @@ def step(problem, kernels):
     slots = torch.full((len(LENGTHS), SMALL.topk + 4), 12345, dtype=torch.int32)
     positions = slots.clone()
     for tile, logits in kernels.dense_logits_tiles(problem.queries, problem.keys, rows):
-        kernels.select_visible(logits, rows, tile, slots)
-        kernels.expand(kernels.choose_blocks(logits, rows, tile), rows, tile)
+        kernels.publish(logits, rows, tile, slots)
     rows.kernel_metadata = kernels.plan(rows, problem.keys)
     for tile in kernels.passes(len(LENGTHS)):
         logits = kernels.sparse_logits(problem.queries, problem.keys, rows, tile)

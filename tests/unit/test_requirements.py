@@ -85,7 +85,7 @@ LACKING = {
         (
             "kernel set",
             "DSV41_SPARSE_KERNELS=fastest",
-            "one of reference, portable, blackwell",
+            "one of reference, portable, hopper, blackwell",
             "Correct or unset DSV41_SPARSE_KERNELS",
         ),
     ),
@@ -262,7 +262,7 @@ def test_good_engines(facts):
 
 @pytest.mark.parametrize(
     "capability,name",
-    [((7, 5), None), (None, None), ((8, 0), "portable"), ((9, 0), "portable"), ((10, 0), "blackwell")]
+    [((7, 5), None), (None, None), ((8, 0), "portable"), ((9, 0), "hopper"), ((10, 0), "blackwell")]
     + [((10, 3), "blackwell"), ((12, 0), "portable")],
 )
 def test_kernel_set_by_capability(capability, name):

@@ -50,9 +50,11 @@ def test_consumer_scratch_is_bounded_whatever_the_context():
     assert compact.shape == (rows, 16384) and compact.dtype == torch.bfloat16
     assert long._compact.numel() * 2 <= rows * 16384 * 2
     # What is left: two lists of 2048 blocks, 512 columns and a few words a row.
-    rest = long.nbytes - long._compact.numel() * 2 - long._dense.numel() * 2
+    dense = {made: (made._dense.numel() + made._maxima.numel()) * 2 for made in (long, short)}
+    rest = long.nbytes - long._compact.numel() * 2 - dense[long]
     assert rest <= rows * (2 * 2048 * 4 + 512 * 4 + 64)
-    assert long.nbytes - long._dense.numel() * 2 == short.nbytes - short._dense.numel() * 2
+    assert long.nbytes - dense[long] == short.nbytes - dense[short]
+    assert long._maxima.numel() <= long._dense.numel() // 8 + 64
 
 
 def test_scratch_budget_bounds_both_logits_buffers():
@@ -98,8 +100,12 @@ def test_logits_rows_start_on_128_bytes(width):
 
 def test_dense_passes_follow_the_width():
     made = buffers(scratch_bytes=4096, max_context=1024, dense_rows=4)
-    assert [made.dense_rows_per_pass(n) for n in (1024, 1000, 512, 64)] == [2, 2, 4, 32]
+    # At 64 positions it is the block maxima, a line a row, that bound a pass; the 4 rows stated still fit.
+    assert [made.dense_rows_per_pass(n) for n in (1024, 1000, 512, 64)] == [2, 2, 4, 8]
     whole = made.dense_logits(2, 1024)
+    for rows, width in ((2, 1024), (4, 512), (8, 64)):
+        maxima = made.block_maxima(rows, width // 8)
+        assert maxima.shape == (rows, width // 8) and maxima.stride(0) * 2 % ROW_ALIGN_BYTES == 0
     assert whole.untyped_storage().data_ptr() == made._dense.untyped_storage().data_ptr()
 
 
@@ -135,7 +141,7 @@ def test_growth_warns_once_and_old_views_stay(caplog):
     assert "a batch of 300 rows exceeds the server's stated limits" in caplog.messages[0]
     # What is held is what is reported: the outgrown buffers stay.
     grown = sum(
-        t.numel() * t.element_size() for n, t in tensors(made).items() if n not in ("_dense", "_compact", "_columns")
+        t.numel() * t.element_size() for n, t in tensors(made).items() if n not in ("_dense", "_maxima", "_compact", "_columns")
     )
     assert made.max_rows == 512 and made.nbytes == before + grown
     assert new.num_rows == 300 and again.num_rows == 500 and made.row_ids(500).tolist() == list(range(500))
