@@ -3,16 +3,19 @@
 
     python scripts/bench_kernels.py                                  # every case -> benchmarks/results/kernels.json
     python scripts/bench_kernels.py --cases 'consumer_pass 8x131072' --rounds 5
+    python scripts/bench_kernels.py --kernels portable --out portable.json   # the Triton set as ours
 
 Needs one CUDA GPU and SGLang 0.5.23. Each case rotates over several input sets whose keys together exceed the L2 cache;
 a sample is the mean over one replay of a graph that runs every set once; medians of the samples are reported. `bytes`
-counts what a case must read and write at least: packed keys, scales and logits.
+counts what a case must read and write at least: packed keys, scales and logits. `portable` is the median of the Triton
+set in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import sys
 from pathlib import Path
 
@@ -22,8 +25,7 @@ import torch
 
 from scripts.results import ResultFile
 from sglang_dsv41.geometry import CandidateGeometry
-from sglang_dsv41.kernels import IndexQueries, PagedKeys
-from sglang_dsv41.kernels.portable import PortableKernels
+from sglang_dsv41.kernels import IndexQueries, PagedKeys, kernel_set_class
 from sglang_dsv41.rows import RowBuffers, SparseRows
 
 GEOMETRY = CandidateGeometry(topk_blocks=2048, block_size=8, topk=512, heads=32, source_layer=20, consumer_layers=(24,))
@@ -52,7 +54,7 @@ class Inputs:
 class Case:
     """Shapes, pool, page tables and input sets of one benchmark case."""
 
-    def __init__(self, requests: int, context: int, group: int = 1, *, dense: bool) -> None:
+    def __init__(self, requests: int, context: int, group: int = 1, *, dense: bool, kernels: str = "hopper") -> None:
         device = torch.device("cuda")
         self.rows, self.context, self.requests = requests * group, context, requests
         read = self.rows * GEOMETRY.columns * KEY_BYTES if not dense else requests * context * KEY_BYTES
@@ -83,7 +85,8 @@ class Case:
             dense_rows=self.rows,
             device=device,
         )
-        self.kernels = PortableKernels(GEOMETRY, self.buffers)
+        self.kernels = kernel_set_class(kernels)(GEOMETRY, self.buffers)
+        self.portable = kernel_set_class("portable")(GEOMETRY, self.buffers)
         self.sets = [self._inputs(i, i % pools, table, generator) for i in range(self.num_sets)]
 
     def _inputs(self, index: int, pool: int, table: torch.Tensor, generator: torch.Generator) -> Inputs:
@@ -106,6 +109,8 @@ class Case:
             sparse_indices=self.buffers._sparse_indices[at],
             physical_blocks=self.buffers._physical_blocks[at],
             end=self.buffers._end[at],
+            row_indices=request.to(torch.int32),
+            is_verify=rows > self.requests,
         )
         count = context // GEOMETRY.block_size
         blocks = torch.stack(
@@ -124,22 +129,31 @@ class Case:
             out_slots=torch.empty((rows, GEOMETRY.topk), dtype=torch.int32, device=device),
         )
 
-    # ---- ours ----
+    # ---- ours; `kernels` is the set ----
 
-    def ours_sparse(self, s: Inputs):
-        return self.kernels.sparse_logits(s.queries, self.keys, s.rows, slice(0, self.rows))
+    def ours_sparse(self, s: Inputs, kernels=None):
+        return (kernels or self.kernels).sparse_logits(s.queries, self.keys, s.rows, slice(0, self.rows))
 
-    def ours_consumer(self, s: Inputs):
-        logits = self.ours_sparse(s)
-        self.kernels.select_candidates(logits, s.rows, slice(0, self.rows), out_positions=None, out_slots=s.out_slots)
+    def ours_consumer(self, s: Inputs, kernels=None):
+        logits = self.ours_sparse(s, kernels)
+        (kernels or self.kernels).select_candidates(
+            logits, s.rows, slice(0, self.rows), out_positions=None, out_slots=s.out_slots
+        )
 
-    def ours_dense(self, s: Inputs):
-        ((_, logits),) = self.kernels.dense_logits_tiles(s.queries, self.keys, s.rows)  # one tile at these sizes
+    def ours_dense(self, s: Inputs, kernels=None):
+        # one tile at these sizes
+        ((_, logits),) = (kernels or self.kernels).dense_logits_tiles(s.queries, self.keys, s.rows)
         return logits
 
-    def ours_source(self, s: Inputs):
-        for tile, logits in self.kernels.dense_logits_tiles(s.queries, self.keys, s.rows):
-            self.kernels.publish(logits, s.rows, tile, s.out_slots)
+    def ours_source(self, s: Inputs, kernels=None):
+        kernels = kernels or self.kernels
+        for tile, logits in kernels.dense_logits_tiles(s.queries, self.keys, s.rows):
+            kernels.publish(logits, s.rows, tile, s.out_slots)
+
+    def ours_full(self, s: Inputs, kernels=None):
+        kernels = kernels or self.kernels
+        for tile, logits in kernels.dense_logits_tiles(s.queries, self.keys, s.rows):
+            kernels.select_visible(logits, s.rows, tile, s.out_slots)
 
     # ---- SGLang's ----
 
@@ -187,10 +201,13 @@ class Case:
         candidate_block_mask(blocks, self.context, GEOMETRY.block_size)
         self.stock_select(s, scores, False)
 
+    def stock_full(self, s: Inputs):
+        self.stock_select(s, self.stock_logits(s), False)
+
     def check(self, kind: str) -> float:
         """Both sides must compute the same before they are timed; returns the share of logits equal bit for bit."""
         s = self.sets[0]
-        if kind in ("dense_logits", "verify_dense", "source_pass"):
+        if kind in ("dense_logits", "verify_dense", "source_pass", "full_pass"):
             a, b = self.ours_dense(s)[:, : self.context].double(), self.stock_dense(s)[:, : self.context].double()
         else:
             a, b = self.ours_sparse(s).double(), self.stock_sparse(s).double()
@@ -202,9 +219,41 @@ class Case:
         print(
             f"  checked: {equal:.4%} of logits equal bit for bit, largest difference {error:.2e} of the row's largest"
         )
+        if kind in ("consumer_pass", "source_pass", "full_pass"):
+            self.check_picks(kind, a)
         if not error < 2e-2:
             raise SystemExit(f"{kind}: our logits differ from SGLang's by {error} of the row's largest")
         return equal
+
+    def check_picks(self, kind: str, logits: torch.Tensor) -> None:
+        """The picks of both sides score what the best of our logits score, sorted; eagerly and in a graph."""
+        s, side_names = self.sets[0], ("stock", "ours")
+        suffix = kind.split("_")[0]
+        best = logits.topk(GEOMETRY.topk, dim=1).values
+        # A slot's column: dense logits are in position order, compact ones in the order of the listed blocks.
+        if kind != "consumer_pass":
+            slots = s.rows.block_table.long()[:, :, None] * PAGE_SLOTS + torch.arange(PAGE_SLOTS, device=best.device)
+        else:
+            slots = s.rows.physical_blocks.long()[:, :, None] * 8 + torch.arange(8, device=best.device)
+        slots, order = slots.flatten(1).sort(1)
+        for side in side_names:
+            method = getattr(self, f"{side}_{suffix}")
+            method(s)
+            for how in ("eager", "graph"):
+                if how == "graph":
+                    graph = graph_of(method, [s])
+                    s.out_slots.fill_(-7)
+                    graph.replay()
+                torch.cuda.synchronize()
+                at = torch.searchsorted(slots, s.out_slots.long()).clamp_max(slots.shape[1] - 1)
+                held = slots.gather(1, at) == s.out_slots
+                picked = logits.gather(1, order.gather(1, at)).masked_fill(~held, -torch.inf)
+                scale = best.abs().amax(1, keepdim=True)
+                gap = ((picked.sort(1, descending=True).values - best).abs() / scale).amax(1)
+                wrong = int((gap > 2e-2).sum())
+                print(f"  picks of {side}, {how}: {wrong} of {self.rows} rows off the best scores by more than 2%")
+                if wrong and side == "ours":
+                    raise SystemExit(f"{kind}: our picks are not the best scores ({how})")
 
 
 # case kind -> (stock method, our method, dense reads)
@@ -214,12 +263,13 @@ KINDS = {
     "dense_logits": ("stock_dense", "ours_dense", True),
     "verify_dense": ("stock_dense", "ours_dense", True),
     "source_pass": ("stock_source", "ours_source", True),
+    "full_pass": ("stock_full", "ours_full", True),
 }
 
 
 def all_cases() -> list[str]:
     names = [f"{kind} {r}x{c}" for kind in ("sparse_logits", "consumer_pass") for r, c in SHAPES]
-    names += [f"{kind} {r}x{c}" for kind in ("dense_logits", "source_pass") for r, c in DENSE_SHAPES]
+    names += [f"{kind} {r}x{c}" for kind in ("dense_logits", "source_pass", "full_pass") for r, c in DENSE_SHAPES]
     return [*names, "verify_dense 8x6x131072"]
 
 
@@ -252,30 +302,39 @@ def least_bytes(kind: str, case: Case) -> int:
     return case.requests * case.context * KEY_BYTES + case.rows * case.context * 2
 
 
-def run_case(name: str, rounds: int, results: ResultFile) -> None:
+def run_case(name: str, rounds: int, results: ResultFile, kernels: str = "hopper") -> None:
     kind, shape = name.split()
     numbers = [int(n) for n in shape.split("x")]
     requests, group, context = numbers[0], (numbers[1] if len(numbers) == 3 else 1), numbers[-1]
     stock, ours, dense = KINDS[kind]
-    case = Case(requests, context, group, dense=dense)
+    case = Case(requests, context, group, dense=dense, kernels=kernels)
     print(f"{name}: {case.num_sets} input sets", flush=True)
     equal = case.check(kind)
     graphs = {side: graph_of(getattr(case, method), case.sets) for side, method in (("stock", stock), ("ours", ours))}
+    graphs["portable"] = graph_of(lambda s: getattr(case, ours)(s, case.portable), case.sets)
     for graph in graphs.values():
         graph.replay()
     torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {"stock": [], "ours": []}
+    samples: dict[str, list[float]] = {side: [] for side in graphs}
     for _ in range(rounds):
         for side, graph in graphs.items():
             samples[side].append(sample(graph, case.num_sets))
-    row = results.add(name, "us", **samples, bytes=least_bytes(kind, case), equal_logits=round(equal, 8))
-    print(f"  stock {row['stock']} us, ours {row['ours']} us, {row['ratio']}x, {row['gb_per_s']} GB/s", flush=True)
+    portable = round(statistics.median(samples.pop("portable")), 2)
+    row = results.add(
+        name, "us", **samples, bytes=least_bytes(kind, case), equal_logits=round(equal, 8), portable=portable
+    )
+    print(
+        f"  stock {row['stock']} us, ours {row['ours']} us, {row['ratio']}x, {row['gb_per_s']} GB/s; "
+        f"portable {portable} us",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="names as in the result file, default: every case")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved samples a side (default 15)")
+    parser.add_argument("--kernels", default="hopper", choices=("hopper", "portable"), help="our kernel set")
     parser.add_argument("--out", default="benchmarks/results/kernels.json", help="result file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -293,7 +352,7 @@ def main() -> None:
         raise SystemExit(f"unknown cases {unknown}; the cases are: {', '.join(all_cases())}")
     results = ResultFile(args.out, "kernels")
     for name in names:
-        run_case(name, args.rounds, results)
+        run_case(name, args.rounds, results, args.kernels)
         torch.cuda.empty_cache()
     print(results.table())
 

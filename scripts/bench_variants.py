@@ -22,8 +22,8 @@ from scripts.bench_kernels import PAGE_SLOTS, Case, graph_of, sample
 from scripts.results import ResultFile
 from sglang_dsv41.kernels.scoring import ScoringConfig, paged_index_logits
 
-TILES_AND_WARPS = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
-BLOCKS_PER_SM = (4, 8, 16)
+TILES_AND_WARPS = ((32, 2), (64, 4), (128, 8))
+BLOCKS_PER_SM = (4, 8)
 SHAPES = (("sparse_logits", 8, 131072), ("dense_logits", 8, 131072))
 
 

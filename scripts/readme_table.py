@@ -21,6 +21,7 @@ LABELS = {
     "consumer_pass": "consumer's whole pass",
     "dense_logits": "source's logits",
     "source_pass": "source's whole pass",
+    "full_pass": "full top-k layer's whole pass",
     "verify_dense": "source's logits, verify rows",
     "decode": "decode",
     "prefill": "prefill",

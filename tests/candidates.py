@@ -183,8 +183,8 @@ def assert_selection(picks: list[int], scores: dict[int, float], topk: int, *, t
 
 
 def garbage(problem: Problem, width=None) -> torch.Tensor:
-    """An output that nothing was written to."""
-    shape = (problem.rows.num_rows, width or problem.geometry.topk)
+    """An output that nothing was written to, its rows on 32 B as SGLang's selection kernels want them."""
+    shape = (problem.rows.num_rows, width or -(-problem.geometry.topk // 8) * 8)
     return torch.full(shape, GARBAGE, dtype=torch.int32, device=problem.rows.lens.device)
 
 

@@ -33,6 +33,12 @@ def kernels_on(request):
     return request.param
 
 
+@pytest.fixture(params=[name for name in DEVICES if name.endswith("-cuda")])
+def kernels_on_gpu(request):
+    """Each kernel set that this machine's GPU runs."""
+    return request.param
+
+
 @pytest.fixture
 def one_thread():
     """Many tiny operations: a thread pool only adds waiting, most of all on a shared machine."""

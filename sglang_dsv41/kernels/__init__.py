@@ -177,5 +177,7 @@ def make_kernel_set(name: str, geometry: CandidateGeometry, buffers: RowBuffers)
         return kernels(geometry, buffers)
     if envs.forced_kernels() is not None or kernels.fallback is None:
         raise RuntimeError(f"dsv41-sparse: the {name} kernels cannot be had: {reason}. Unset {envs.KERNELS}.")
-    logger.warning("dsv41-sparse: the %s kernels cannot be had, so the %s ones serve: %s", name, kernels.fallback, reason)
+    logger.warning(
+        "dsv41-sparse: the %s kernels cannot be had, so the %s ones serve: %s", name, kernels.fallback, reason
+    )
     return make_kernel_set(kernels.fallback, geometry, buffers)

@@ -196,7 +196,7 @@ class ScoringConfig:
     tile_columns: int = 64
     warps: int = 4
     blocks_per_sm: int = 8
-    wide: bool = False
+    wide: bool = True
     fp8: bool | None = None
 
 

@@ -93,6 +93,7 @@ class Captured:
         if stale is not None:
             self.world.buffers._dense.fill_(stale)
             self.world.buffers._compact.fill_(stale)
+            self.world.buffers._maxima.fill_(stale)
             self.world.buffers._columns.fill_(GARBAGE)
         for out in self.outs:
             out.fill_(GARBAGE)
@@ -112,10 +113,10 @@ class Captured:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_all_lengths_zero_under_capture(rows):
+def test_all_lengths_zero_under_capture(kernels_on_gpu, rows):
     """A graph captured on rows of length 0, as SGLang captures, and replayed on them, after live rows too: every output
     is -1."""
-    world = World("portable-cuda", requests=4)
+    world = World(kernels_on_gpu, requests=4)
     empty, live = [(0, -1)] * rows, [(1 + i % 4, 7 * i + 5) for i in range(rows)]
     captured = Captured(world, empty)
     for replay in (empty, live, empty):
@@ -128,10 +129,10 @@ def test_all_lengths_zero_under_capture(rows):
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3])
-def test_replays_over_stale_buffers(pages):
+def test_replays_over_stale_buffers(kernels_on_gpu, pages):
     """Full, 0, 65, 63, full visible positions at capacities of 256, 512 and 768, the scratch filled with NaN or with a
     huge score before each replay: a replay reads nothing that it did not write."""
-    world = World("portable-cuda", requests=3, pages=pages)
+    world = World(kernels_on_gpu, requests=3, pages=pages)
     full = pages * 256
     captured = Captured(world, [(r, full - 1) for r in (1, 2, 3)])
     for replay, length in enumerate((full, 0, 65, 63, full)):
@@ -140,11 +141,11 @@ def test_replays_over_stale_buffers(pages):
         captured.check(rows)
 
 
-def test_identical_requests_under_a_graph():
+def test_identical_requests_under_a_graph(kernels_on_gpu):
     """Eight requests of one content on pages of their own, in one graph, select what one selects in a graph of one, but
     for a tie at the cut."""
     # Every block is a candidate, so that a tie between blocks moves no pick.
-    world = World("portable-cuda", geometry=EVERY_BLOCK, requests=8, pages=2)
+    world = World(kernels_on_gpu, geometry=EVERY_BLOCK, requests=8, pages=2)
     copy_request(world, 2, [1, 3, 4, 5, 6, 7, 8])
     one, eight = Captured(world, [(2, 0)]), Captured(world, [(r, 0) for r in range(1, 9)])
     for position in (400, 63, 255, 511):
@@ -158,9 +159,9 @@ def test_identical_requests_under_a_graph():
             assert all(len(single - set(line)) <= 1 for line in positions_of(world, rows, out))
 
 
-def test_ragged_groups_under_a_graph():
+def test_ragged_groups_under_a_graph(kernels_on_gpu):
     """Groups of 6, 1, 3 and 6 draft rows and a padded tail, replayed in a graph that was captured on other groups."""
-    world = World("portable-cuda", requests=4)
+    world = World(kernels_on_gpu, requests=4)
     captured = Captured(world, span(1, 0, 6) + span(2, 0, 6) + span(3, 0, 6), is_verify=True)
     live = span(1, 60, 6) + span(2, 255, 1) + span(3, 508, 3) + span(4, 0, 6)
     rows = live + [(0, -1)] * 2
@@ -191,12 +192,12 @@ def without_programmatic_launch(monkeypatch):
 
 
 @pytest.mark.parametrize("programmatic", [True, False], ids=["programmatic launch", "plain launch"])
-def test_lengths_written_right_before(programmatic, monkeypatch):
+def test_lengths_written_right_before(kernels_on_gpu, programmatic, monkeypatch):
     """The kernel that writes the positions is the one before ours in the graph; over 1,000 replays no step selects by
     the positions of another replay."""
     if not programmatic:
         without_programmatic_launch(monkeypatch)
-    world = World("portable-cuda", geometry=EVERY_BLOCK, requests=4)
+    world = World(kernels_on_gpu, geometry=EVERY_BLOCK, requests=4)
     batches = [[599, 0, 63, 300], [0, 599, 255, 64], [-1, -1, -1, -1], [64, 65, 599, 7]]
     table = torch.tensor(batches, dtype=torch.int64, device="cuda")
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -237,9 +238,9 @@ def test_lengths_written_right_before(programmatic, monkeypatch):
     assert int(wrong) == 0
 
 
-def test_a_long_prefill_and_then_capture():
+def test_a_long_prefill_and_then_capture(kernels_on_gpu):
     """The first chunk of the largest size, then the capture of the largest batch: no buffer moves, grows or retires."""
-    world = World("portable-cuda", requests=6, max_rows=48)
+    world = World(kernels_on_gpu, requests=6, max_rows=48)
     before = {k: v.data_ptr() for k, v in vars(world.buffers).items() if isinstance(v, torch.Tensor)}
     world.check_extend(span(1, 250, 48))
     rows = [(1 + i % 6, 12 * i) for i in range(48)]
@@ -250,9 +251,9 @@ def test_a_long_prefill_and_then_capture():
     assert not world.buffers._retired
 
 
-def test_more_rows_than_the_prefill_chunk():
+def test_more_rows_than_the_prefill_chunk(kernels_on_gpu):
     """A chunk of 8 rows and a batch of 48: the buffers hold what is captured, and select right."""
-    world = World("portable-cuda", requests=6, max_rows=48)
+    world = World(kernels_on_gpu, requests=6, max_rows=48)
     world.check_extend(span(1, 250, 8))
     rows = [(1 + i % 6, 12 * i) for i in range(48)]
     captured = Captured(world, [(0, -1)] * 48)
@@ -283,11 +284,11 @@ def shared_prefix(lens: list[int], capacity: int, *, scratch_bytes: int, dense_r
     return Problem(geometry=RELEASED, keys=keys, queries=queries, rows=rows, buffers=buffers)
 
 
-def test_large_ragged_batch():
+def test_large_ragged_batch(kernels_on_gpu):
     """16,384 rows whose lengths ramp from 1 to 8,192: rows from every pass are selected by their own lengths."""
     lens = [1 + i // 2 for i in range(16384)]
     problem = shared_prefix(lens, 8192, scratch_bytes=128 << 20, dense_rows=16384)
-    kernels = kernel_set_class("portable")(RELEASED, problem.buffers)
+    kernels = kernel_set_class(kernels_on_gpu.split("-")[0])(RELEASED, problem.buffers)
     assert len(list(kernels.passes(len(lens)))) == 4
     slots = garbage(problem)
     dense = source_pass(problem, kernels, slots)
@@ -299,11 +300,11 @@ def test_large_ragged_batch():
     check_step(problem, dense, slots, positions, out, which=[0, 7, 511, 1025, 4095, 4096, 8191, 12289, 16383])
 
 
-def test_consumer_memory_at_a_long_context():
+def test_consumer_memory_at_a_long_context(kernels_on_gpu):
     """4,096 rows at 1,048,576 positions: a consumer takes its rows * 16,384 bf16 logits and a fixed part."""
     rows, length = 4096, 1 << 20
     problem = shared_prefix([length] * rows, length, scratch_bytes=rows * 16384 * 2, dense_rows=1)
-    kernels = kernel_set_class("portable")(RELEASED, problem.buffers)
+    kernels = kernel_set_class(kernels_on_gpu.split("-")[0])(RELEASED, problem.buffers)
     assert problem.buffers._compact.numel() * 2 <= rows * 16384 * 2
     gen = torch.Generator().manual_seed(4)
     first = torch.arange(2047, dtype=torch.int32) * 64 + torch.randint(0, 64, (2047,), generator=gen, dtype=torch.int32)
@@ -328,11 +329,11 @@ def test_consumer_memory_at_a_long_context():
         assert_selection(out[row].tolist(), scores, 512, tolerance=0)
 
 
-def test_soak_at_a_long_context():
+def test_soak_at_a_long_context(kernels_on_gpu):
     """Six rows at 245,760 positions in one graph, replayed many times under the test's timeout: the selection stays."""
     replays = int(os.environ.get("DSV41_TEST_REPLAYS", "500"))
     problem = shared_prefix([245_760 - i for i in range(6)], 245_760, scratch_bytes=256 << 20, dense_rows=6)
-    kernels = kernel_set_class("portable")(RELEASED, problem.buffers)
+    kernels = kernel_set_class(kernels_on_gpu.split("-")[0])(RELEASED, problem.buffers)
     picked, positions, out = garbage(problem), garbage(problem), garbage(problem)
     keep = []
 
@@ -362,9 +363,9 @@ def test_soak_at_a_long_context():
     assert int(wrong) == 0
 
 
-def test_random_order_of_graphs():
+def test_random_order_of_graphs(kernels_on_gpu):
     """Graphs of 1, 8 and 64 rows over one set of buffers, replayed in random order: each by its own rows."""
-    world = World("portable-cuda", requests=6)
+    world = World(kernels_on_gpu, requests=6)
     graphs = {count: Captured(world, [(0, -1)] * count) for count in (1, 8, 64)}
     chance = random.Random(1)
     for _ in range(12):
@@ -374,14 +375,14 @@ def test_random_order_of_graphs():
         graphs[count].check(rows)
 
 
-def test_fallback_does_not_run_on_the_gpu(monkeypatch):
+def test_fallback_does_not_run_on_the_gpu(kernels_on_gpu, monkeypatch):
     """32 heads on a GPU: the consumer's selection and scoring are kernels, never the torch way of the reference."""
     from sglang_dsv41.kernels import portable, reference
 
     def fail(*args, **kwargs):
         raise AssertionError("the torch fallback ran")
 
-    world = World("portable-cuda")
+    world = World(kernels_on_gpu)
     assert world.geometry.heads == 32 and world.geometry.topk < SMALL.columns
     rows = [(1, 300), (2, 64)]
     schedule = world.indexer.publish_decode(world.decode(SOURCE, rows))
@@ -391,4 +392,4 @@ def test_fallback_does_not_run_on_the_gpu(monkeypatch):
     inputs = world.decode(CONSUMER, rows)
     world.indexer.consume_decode(inputs, schedule)
     world.check_consumer(CONSUMER, rows, schedule, slots=inputs.out_page_indices)
-    assert world.kernels.name == "portable" and world.kernels.calls["consume_decode"] == 1
+    assert world.kernels.name == kernels_on_gpu.split("-")[0] and world.kernels.calls["consume_decode"] == 1

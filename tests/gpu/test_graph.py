@@ -52,8 +52,8 @@ def refill(world, inputs, rows):
 
 
 @pytest.mark.parametrize("batches, is_verify", [(BATCHES, False), (GROUPS, True)], ids=["decode", "verify"])
-def test_replays_equal_the_oracle(batches, is_verify):
-    world = World("portable-cuda", requests=6)
+def test_replays_equal_the_oracle(kernels_on_gpu, batches, is_verify):
+    world = World(kernels_on_gpu, requests=6)
     inputs = [world.decode(layer, batches[0], is_verify=is_verify) for layer in (SOURCE, CONSUMER, LAST)]
     source, first, last = inputs
 
@@ -87,9 +87,9 @@ def test_replays_equal_the_oracle(batches, is_verify):
     assert torch.cuda.memory_allocated() <= before + (64 << 20)
 
 
-def test_two_graphs_share_the_buffers():
+def test_two_graphs_share_the_buffers(kernels_on_gpu):
     """Graphs of different batch sizes, replayed in turn: a small one after a large one sees none of its rows."""
-    world = World("portable-cuda", requests=6)
+    world = World(kernels_on_gpu, requests=6)
     captured = {}
     for rows in (BATCHES[0], BATCHES[0][:2]):
         inputs = [world.decode(layer, rows) for layer in (SOURCE, CONSUMER)]
@@ -114,8 +114,8 @@ def test_two_graphs_share_the_buffers():
         world.check_consumer(CONSUMER, rows, schedule, slots=inputs[1].out_page_indices)
 
 
-def test_capture_past_the_limits_is_refused():
-    world = World("portable-cuda", requests=6, max_rows=4)
+def test_capture_past_the_limits_is_refused(kernels_on_gpu):
+    world = World(kernels_on_gpu, requests=6, max_rows=4)
     inputs = world.decode(SOURCE, BATCHES[0][:4])
     world.indexer.publish_decode(inputs)
     torch.cuda.synchronize()

@@ -309,7 +309,7 @@ def test_released_geometry_on_gpu():
     rows = problem.rows
     poison(rows)
     for tile, logits in portable.dense_logits_tiles(problem.queries, problem.keys, rows):
-        portable.publish(logits, rows, tile)
+        portable.publish(logits, rows, tile, garbage(problem))
     ours = portable.sparse_logits(problem.queries, problem.keys, rows, whole(problem)).clone()
     theirs = reference.sparse_logits(problem.queries, problem.keys, rows, whole(problem))
     for row, length in enumerate(lens):

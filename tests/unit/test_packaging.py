@@ -2,6 +2,7 @@
 
 import configparser
 import email
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,17 @@ def test_every_file_is_there(wheel):
     expected = {f for f in files if "__pycache__" not in f}
     assert expected == {entry for entry in wheel.namelist() if ".dist-info/" not in entry}
     assert "sglang_dsv41/py.typed" in expected
+
+
+def test_the_cuda_sources_are_whole(wheel):
+    """What ``hopper_ffi.cuh`` includes of ours, to the last file; an installed package compiles them on its first start."""
+    folder, missing, seen = "sglang_dsv41/kernels/hopper/", ["hopper_ffi.cuh"], set()
+    while missing:
+        name = missing.pop()
+        seen.add(name)
+        included = re.findall(r'^#include "(.+)"', wheel.read(folder + name).decode(), re.MULTILINE)
+        missing += [other for other in included if other not in seen]
+    assert seen >= {"hopper_ffi.cuh", "index_logits.cuh", "selection.cuh"}
 
 
 def test_entry_points(wheel):

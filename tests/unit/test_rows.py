@@ -141,7 +141,9 @@ def test_growth_warns_once_and_old_views_stay(caplog):
     assert "a batch of 300 rows exceeds the server's stated limits" in caplog.messages[0]
     # What is held is what is reported: the outgrown buffers stay.
     grown = sum(
-        t.numel() * t.element_size() for n, t in tensors(made).items() if n not in ("_dense", "_maxima", "_compact", "_columns")
+        t.numel() * t.element_size()
+        for n, t in tensors(made).items()
+        if n not in ("_dense", "_maxima", "_compact", "_columns")
     )
     assert made.max_rows == 512 and made.nbytes == before + grown
     assert new.num_rows == 300 and again.num_rows == 500 and made.row_ids(500).tolist() == list(range(500))

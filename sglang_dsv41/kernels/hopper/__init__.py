@@ -15,8 +15,14 @@ from . import ops
 _BLOCK = 8  # positions; the unit of the kernels' copies and block maxima
 
 
+def _brief(text: str) -> str:
+    """The first and the last line of a compiler's output, which names what was tried and what went wrong."""
+    lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
+    return lines[0] + (f" ... {lines[-1]}" if len(lines) > 1 else "") if lines else "no message"
+
+
 class HopperKernels(PortableKernels):
-    """Scoring, publishing and selecting in CUDA C++; what a kernel does not take goes the portable way."""
+    """Scoring and publishing in CUDA C++; what a kernel does not take, and a consumer's top-k, goes the portable way."""
 
     name = "hopper"
     fallback = "portable"
@@ -28,7 +34,7 @@ class HopperKernels(PortableKernels):
         try:
             ops.module()
         except Exception as error:  # a compiler that is absent or too old shows in many ways
-            return f"its CUDA code could not be built ({type(error).__name__}: {error})"
+            return f"its CUDA code could not be built ({type(error).__name__}: {_brief(str(error))})"
         return None
 
     def __init__(self, geometry: CandidateGeometry, buffers: RowBuffers) -> None:
@@ -37,7 +43,7 @@ class HopperKernels(PortableKernels):
         self._maxima: dict[int, torch.Tensor] = {}
         self._publishes_itself = (
             geometry.block_size == geometry.kernel_block == _BLOCK
-            and geometry.topk <= geometry.topk_blocks <= ops.MAX_KEPT_BLOCKS
+            and geometry.topk < geometry.topk_blocks <= ops.MAX_KEPT_BLOCKS
             and geometry.topk_blocks % 2 == 0
         )
 
@@ -52,7 +58,7 @@ class HopperKernels(PortableKernels):
             count = tile.stop - tile.start
             logits = self.buffers.dense_logits(count, width)
             maxima = None
-            if blocks <= ops.MAX_BLOCKS and self.geometry.topk <= ops.MAX_KEPT_BLOCKS:
+            if blocks <= ops.MAX_BLOCKS and self.geometry.topk < ops.MAX_KEPT_BLOCKS:
                 self._maxima[tile.start] = maxima = self.buffers.block_maxima(count, blocks)
             ops.index_logits(
                 queries[tile],
@@ -89,26 +95,6 @@ class HopperKernels(PortableKernels):
             queries[tile], keys, rows.physical_blocks[tile], self.geometry.kernel_block, rows.end[tile], logits
         )
         return logits
-
-    def select_candidates(
-        self,
-        logits: torch.Tensor,
-        rows: SparseRows,
-        tile: slice,
-        *,
-        out_positions: torch.Tensor | None,
-        out_slots: torch.Tensor | None,
-    ) -> None:
-        self.calls["select_candidates"] += 1
-        ops.candidate_topk(
-            logits,
-            rows,
-            tile,
-            self.geometry.kernel_block,
-            self.geometry.topk,
-            out_positions=out_positions,
-            out_slots=out_slots,
-        )
 
     def _maxima_of(self, tile: slice, logits: torch.Tensor) -> torch.Tensor | None:
         """The block maxima of a tile of the last dense pass, where the kernel takes its logits too."""

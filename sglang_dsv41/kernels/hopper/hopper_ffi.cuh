@@ -124,37 +124,6 @@ T* data_or_null(const tvm::ffi::TensorView& t) {
   return t.numel() ? static_cast<T*>(t.data_ptr()) : nullptr;
 }
 
-void candidate_topk(
-    tvm::ffi::TensorView logits,
-    tvm::ffi::TensorView valid_columns,
-    tvm::ffi::TensorView sparse_indices,
-    tvm::ffi::TensorView physical_blocks,
-    int64_t kernel_block,
-    int64_t topk,
-    tvm::ffi::TensorView positions,
-    tvm::ffi::TensorView slots) {
-  CandidateTopkParams p = {};
-  p.logits = static_cast<const __nv_bfloat16*>(logits.data_ptr());
-  p.valid_columns = static_cast<const int32_t*>(valid_columns.data_ptr());
-  p.sparse_indices = static_cast<const int32_t*>(sparse_indices.data_ptr());
-  p.physical_blocks = static_cast<const int32_t*>(physical_blocks.data_ptr());
-  p.positions = data_or_null<int32_t>(positions);
-  p.slots = data_or_null<int32_t>(slots);
-  p.logits_stride = logits.stride(0);
-  p.blocks_stride = sparse_indices.stride(0);
-  if (p.positions != nullptr) {
-    p.positions_stride = positions.stride(0);
-    p.positions_width = static_cast<int32_t>(positions.size(1));
-  }
-  if (p.slots != nullptr) {
-    p.slots_stride = slots.stride(0);
-    p.slots_width = static_cast<int32_t>(slots.size(1));
-  }
-  p.topk = static_cast<int32_t>(topk);
-  p.block_bits = 63 - __builtin_clzll(kernel_block);
-  launch(candidate_topk_kernel, logits.size(0), kSelectThreads, 0, 1, stream_of(logits), p, "top-k of candidates");
-}
-
 void source_topk(
     tvm::ffi::TensorView logits,
     tvm::ffi::TensorView maxima,

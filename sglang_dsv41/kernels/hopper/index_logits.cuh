@@ -243,6 +243,7 @@ __global__ __launch_bounds__(kThreads, HEAD_PASSES == 1 ? DSV41_BLOCKS_PER_SM : 
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const int in_quad = lane & 3, key = lane >> 2;  // a thread's place in the operand layouts
 
+  // What follows may start only once all before this kernel is done: it reads lengths before it waits for this one.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 
@@ -250,7 +251,21 @@ __global__ __launch_bounds__(kThreads, HEAD_PASSES == 1 ? DSV41_BLOCKS_PER_SM : 
   const Groups<GROUP_ROWS> groups{p};
   int64_t begin, end;
   int row0, first_tile;
-  {
+  if (GROUP_ROWS == 1 && p.rows <= 32) {  // a warp sees all rows at once
+    const int32_t mine = lane < p.rows ? (p.lens[lane] + kTile - 1) / kTile : 0;
+    int32_t sum = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+      const int32_t other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const int64_t total = __shfl_sync(~0u, sum, 31);
+    begin = total * blockIdx.x / gridDim.x;
+    end = total * (blockIdx.x + 1) / gridDim.x;
+    if (begin == end) return;
+    row0 = __ffs(__ballot_sync(~0u, begin < sum)) - 1;
+    first_tile = static_cast<int>(begin) - __shfl_sync(~0u, sum - mine, row0);
+  } else {
     const int chunk = (p.rows + kThreads - 1) / kThreads;
     const int first_row = min(thread * chunk, p.rows), last_row = min(first_row + chunk, p.rows);
     int32_t mine = 0;

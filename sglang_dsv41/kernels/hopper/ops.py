@@ -12,7 +12,6 @@ from ...rows import SparseRows
 from .. import IndexQueries, PagedKeys
 
 MAX_HEADS = 64
-MAX_SELECT_COLUMNS = 16384  # of a consumer's row: 1024 threads hold 16 logits each
 MAX_BLOCKS = 8 * 16384  # of a source's row: a cluster of 8 thread blocks
 MAX_KEPT_BLOCKS = 2048
 _MAX_SLOTS = 1 << 31  # slots are 32-bit in the kernels, bytes are 64-bit
@@ -26,7 +25,7 @@ def module() -> Any:
     return load_jit(
         "dsv41_hopper",
         cuda_files=[str(Path(__file__).with_name("hopper_ffi.cuh"))],
-        cuda_wrappers=[(name, f"dsv41::{name}") for name in ("index_logits", "candidate_topk", "source_topk")],
+        cuda_wrappers=[(name, f"dsv41::{name}") for name in ("index_logits", "source_topk")],
     )
 
 
@@ -73,7 +72,11 @@ def index_logits(
             f"{pool.shape[0] * keys.page_slots} slots; the Hopper kernels need pages on 16 B and at most {_MAX_SLOTS} "
             "slots. Set DSV41_SPARSE_KERNELS=portable"
         )
-    if keys.page_slots & (keys.page_slots - 1) or table_slots & (table_slots - 1) or min(keys.page_slots, table_slots) < 8:
+    if (
+        keys.page_slots & (keys.page_slots - 1)
+        or table_slots & (table_slots - 1)
+        or min(keys.page_slots, table_slots) < 8
+    ):
         raise ValueError(
             f"dsv41-sparse: pages of {keys.page_slots} and table entries of {table_slots} positions; the Hopper kernels "
             "need powers of two from 8. Set DSV41_SPARSE_KERNELS=portable"
@@ -95,41 +98,9 @@ def index_logits(
     )
 
 
-def candidate_topk(
-    logits: torch.Tensor,
-    rows: SparseRows,
-    tile: slice,
-    kernel_block: int,
-    topk: int,
-    *,
-    out_positions: torch.Tensor | None,
-    out_slots: torch.Tensor | None,
-) -> None:
-    """``KernelSet.select_candidates`` in one launch; of equal logits at the cut the first columns are taken.
-
-    Args:
-        logits: [tile, columns] bf16 compact logits, at most 16,384 columns, rows on 16 B.
-        kernel_block: 8 or 16 positions.
-        topk: picks a row.
-    """
-    positions = None if out_positions is None else out_positions[tile]
-    slots = None if out_slots is None else out_slots[tile]
-    wanted = [t for t in (positions, slots) if t is not None]
-    if not wanted or logits.shape[0] == 0:
-        return
-    assert logits.shape[1] <= MAX_SELECT_COLUMNS and logits.stride(1) == 1 and logits.stride(0) % 8 == 0
-    assert all(t.stride(1) == 1 and t.shape[1] >= topk for t in wanted)
-    absent = _absent(logits.device, torch.int32)
-    module().candidate_topk(
-        logits,
-        rows.end[tile],
-        rows.sparse_indices[tile],
-        rows.physical_blocks[tile],
-        kernel_block,
-        topk,
-        absent if positions is None else positions,
-        absent if slots is None else slots,
-    )
+def _blocks_for(topk: int) -> int:
+    """Blocks that hold the ``topk`` largest logits and the newest block, an even number."""
+    return topk + 2 - topk % 2
 
 
 def source_topk(
@@ -144,8 +115,9 @@ def source_topk(
 ) -> None:
     """A tile's top-k of dense logits as pool slots, and with ``publish`` its schedule too, in one launch.
 
-    The blocks with the largest maxima hold the largest logits, so only those blocks' logits are read again. Blocks and
-    kernel blocks of 8; of equal blocks, and of equal logits, at the cut the first are taken.
+    The blocks with the largest maxima hold the largest logits, so only those blocks' logits are read again; more than
+    ``topk`` of them, since the newest is among them whatever its maximum. Blocks and kernel blocks of 8; of equal blocks,
+    and of equal logits, at the cut the first are taken.
 
     Args:
         logits: [tile, width] bf16, rows on 16 B.
@@ -167,7 +139,7 @@ def source_topk(
         table,
         rows.table_slots,
         topk,
-        sparse.shape[1] if publish else topk,
+        sparse.shape[1] if publish else _blocks_for(topk),
         slots,
         sparse if publish else absent,
         physical if publish else absent,

@@ -1,19 +1,20 @@
-// Selections of the two-level indexer, a thread block of 1024 a row: the top-k of a consumer's compact logits, and of a
-// source its candidate schedule and its own top-k. Keys are bf16 and stay in registers, 16 a thread. The k-th largest is
-// found by a search over the 16 bits of a threshold, two at a time, which no distribution of keys slows down; picks are
-// compacted in their own order, so that nothing is sorted, and of keys equal to the k-th the first stay: reruns are alike.
+// What a source makes of its dense logits, a thread block of 1024 a row: its own top-k and its candidate schedule. Keys
+// are bf16 and stay in registers, 16 a thread. The k-th largest is found by a search over the 16 bits of a threshold, two
+// at a time, which no distribution of keys slows down; picks are compacted in their own order, so that nothing is sorted,
+// and of keys equal to the k-th the first stay: reruns are alike.
 //
-// A source selects through blocks: at most k blocks hold the k largest logits, so the k blocks with the largest maxima
-// hold them, and only those logits are read again. Contexts of more than 131,072 positions spread over a cluster.
+// Selection goes through blocks: at most k blocks hold the k largest logits, so those with the largest maxima, one more
+// than k because the newest is always among them, hold them, and only those logits are read again. Contexts of more than
+// 131,072 positions spread over a cluster.
+//
+// What follows is SGLang's, and may read picks before it waits for its predecessor; so this kernel never lets it start
+// early.
 #pragma once
 
-#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <stdint.h>
 
 namespace dsv41 {
-
-namespace cg = cooperative_groups;
 
 constexpr int kSelectThreads = 1024;
 constexpr int kSelectWarps = kSelectThreads / 32;
@@ -25,6 +26,18 @@ constexpr int kMaxCluster = 8;
 constexpr int32_t kNoBlock = 0x7fffffff;
 constexpr uint32_t kNoKey = 0xffffu;             // a NaN: no comparison holds, so it is never counted nor taken
 constexpr uint32_t kLowestCode = 0x007fu;        // -inf in the order of `value_of`
+
+// The intrinsics of sm_90_rt.h, which nvcc always includes; cooperative_groups.h would pull in a library whose version
+// must fit the compiler's.
+__device__ __forceinline__ void cluster_sync() {
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+}
+
+template <typename T>
+__device__ __forceinline__ T* in_block(T* shared, int rank) {
+  return static_cast<T*>(__cluster_map_shared_rank(shared, rank));
+}
 
 struct SelectStorage {
   uint32_t counts[2][kSelectWarps];
@@ -61,14 +74,12 @@ struct Row {
     low = two & 0xffffu;
     middle = two >> 16;
     if (CLUSTER > 1) {
-      cg::cluster_group cluster = cg::this_cluster();
-      const int rank = cluster.block_rank();
       if (thread < CLUSTER) {
-        uint32_t* to = cluster.map_shared_rank(&s.totals[round & 1][rank][0], thread);
+        uint32_t* to = in_block(&s.totals[round & 1][__clusterRelativeBlockRank()][0], thread);
         to[0] = two;
         to[1] = high;
       }
-      cluster.sync();
+      cluster_sync();
       low = middle = high = 0;
 #pragma unroll
       for (int r = 0; r < CLUSTER; ++r) {
@@ -138,15 +149,14 @@ struct Row {
     uint32_t greater_before = before & 0xffffu, equal_before = before >> 16;
     uint32_t greater_total = total & 0xffffu, equal_total = total >> 16;
     if (CLUSTER > 1) {
-      cg::cluster_group cluster = cg::this_cluster();
-      const int rank = cluster.block_rank();
-      cluster.sync();  // the search has read its totals
+      const int rank = __clusterRelativeBlockRank();
+      cluster_sync();  // the search has read its totals
       if (thread < CLUSTER) {
-        uint32_t* to = cluster.map_shared_rank(&s.totals[0][rank][0], thread);
+        uint32_t* to = in_block(&s.totals[0][rank][0], thread);
         to[0] = greater_total;
         to[1] = equal_total;
       }
-      cluster.sync();
+      cluster_sync();
       greater_total = equal_total = 0;
 #pragma unroll
       for (int r = 0; r < CLUSTER; ++r) {
@@ -172,62 +182,17 @@ struct Row {
   }
 };
 
-// Keys of 8 logits from `from`, those from `limit` on are none.
+// Keys of 8 logits from `from`; those from `limit` on are none, and not read.
 __device__ __forceinline__ void load_keys(uint32_t* keys, const __nv_bfloat16* from, int limit) {
   uint4 raw = make_uint4(~0u, ~0u, ~0u, ~0u);
-  if (limit > 0) raw = *reinterpret_cast<const uint4*>(from);
-  const uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+  if (limit >= 8) raw = *reinterpret_cast<const uint4*>(from);
+  keys[0] = raw.x, keys[1] = raw.y, keys[2] = raw.z, keys[3] = raw.w;
+  if (limit <= 0 || limit >= 8) return;
+  const uint16_t* one = reinterpret_cast<const uint16_t*>(from);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t low = 2 * i < limit ? pairs[i] & 0xffffu : kNoKey;
-    const uint32_t high = 2 * i + 1 < limit ? pairs[i] & 0xffff0000u : kNoKey << 16;
-    keys[i] = low | high;
-  }
-}
-
-struct CandidateTopkParams {
-  const __nv_bfloat16* logits;      // [rows, columns], at most 16384; rows on 16 B
-  const int32_t* valid_columns;     // [rows]
-  const int32_t* sparse_indices;    // [rows, blocks] kernel blocks of 8 or 16 positions
-  const int32_t* physical_blocks;   // [rows, blocks]
-  int32_t* positions;               // [rows, positions_width] or null
-  int32_t* slots;                   // [rows, slots_width] or null
-  int64_t logits_stride;
-  int64_t blocks_stride;
-  int64_t positions_stride;
-  int64_t slots_stride;
-  int32_t positions_width;
-  int32_t slots_width;
-  int32_t topk;
-  int32_t block_bits;
-};
-
-__global__ __launch_bounds__(kSelectThreads, 1) void candidate_topk_kernel(const __grid_constant__ CandidateTopkParams p) {
-  __shared__ SelectStorage s;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-  Row<1> row{s};
-  const int64_t r = blockIdx.x;
-  const int columns = p.valid_columns[r], first = row.thread * kKeys;
-  uint32_t keys[kPairs];
-  load_keys(keys, p.logits + r * p.logits_stride + first, columns - first);
-  load_keys(keys + 4, p.logits + r * p.logits_stride + first + 8, columns - first - 8);
-  const int64_t blocks = r * p.blocks_stride;
-  int32_t* positions = p.positions == nullptr ? nullptr : p.positions + r * p.positions_stride;
-  int32_t* slots = p.slots == nullptr ? nullptr : p.slots + r * p.slots_stride;
-  const int within = (1 << p.block_bits) - 1;
-  const uint32_t taken = row.take_largest(keys, p.topk, columns <= p.topk, [&](uint32_t place, int i) {
-    const int column = first + i;
-    const int64_t block = blocks + (column >> p.block_bits);
-    if (positions != nullptr) positions[place] = p.sparse_indices[block] << p.block_bits | (column & within);
-    if (slots != nullptr) {
-      const int32_t physical = p.physical_blocks[block];
-      slots[place] = physical < 0 ? -1 : physical << p.block_bits | (column & within);
-    }
-  });
-  for (int i = taken + row.thread; i < max(p.positions_width, p.slots_width); i += kSelectThreads) {
-    if (i < p.positions_width) positions[i] = -1;
-    if (i < p.slots_width) slots[i] = -1;
+    const uint32_t low = 2 * i < limit ? one[2 * i] : kNoKey, high = 2 * i + 1 < limit ? one[2 * i + 1] : kNoKey;
+    keys[i] = low | high << 16;
   }
 }
 
@@ -245,7 +210,7 @@ struct SourceTopkParams {
   int64_t table_stride;
   int64_t slots_stride;
   int32_t slots_width;
-  int32_t blocks_kept;  // at most 2048, at least topk
+  int32_t blocks_kept;  // even, at most 2048, more than topk: the newest block takes one place
   int32_t topk;
   int32_t table_bits;
 };
@@ -264,11 +229,11 @@ __device__ __forceinline__ uint32_t choose_blocks(
   for (int i = 0; i < kPairs; ++i) keys[i] |= __heq2_mask(as_pair(keys[i]), as_pair(0xff80ff80u));  // no blocks of the row
 
   int32_t* list = s.list;
-  if (CLUSTER > 1) list = cg::this_cluster().map_shared_rank(s.list, 0);
+  if (CLUSTER > 1) list = in_block(s.list, 0);
   const uint32_t kept =
       row.take_largest(keys, p.blocks_kept, blocks <= p.blocks_kept, [&](uint32_t place, int i) { list[place] = first + i; });
   if (CLUSTER > 1)
-    cg::this_cluster().sync();
+    cluster_sync();
   else
     __syncthreads();
   return kept;
@@ -278,7 +243,6 @@ template <int CLUSTER>
 __global__ __launch_bounds__(kSelectThreads, 1) void source_topk_kernel(const __grid_constant__ SourceTopkParams p) {
   __shared__ SelectStorage s;
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
   const int64_t r = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER;
   const int length = p.lens[r], blocks = (length + 7) / 8;

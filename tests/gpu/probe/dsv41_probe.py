@@ -15,13 +15,17 @@ object for each of source, decode, verify and extend:
              largest score: 0 when all differences are ties
     short    rows whose numbers of picks differ
     blocks   source only: largest difference of the published blocks' maxima, sorted, in units of the row's largest
+    missed, stock_missed
+             source only: largest amount by which a row's picks, sorted, fall short of the best of its dense logits, ours
+             and SGLang's, in the same units; tells which side is off where the two differ
+    longest  visible positions of the row with the smallest overlap
 """
 
 import json
 import os
 
 MODES = ("source", "decode", "verify", "extend")
-CALLS, ROWS, OVERLAP, SAME, TOTAL, GAP, SHORT, BLOCKS = range(8)
+CALLS, ROWS, OVERLAP, SAME, TOTAL, GAP, SHORT, BLOCKS, MISSED, STOCK_MISSED, LONGEST = range(11)
 # Rows compared at once in an extend: [rows, 512, 512] booleans.
 COMPARED_ROWS = 256
 
@@ -39,6 +43,7 @@ class Probe:
         self.path = path
         self.stats = None
         self.stock = None
+        self.indexer = None
         self.stock_published = {}
 
     def wrap(self, cls) -> None:
@@ -86,11 +91,12 @@ class Probe:
     def prepare(self, indexer, inputs) -> None:
         if self.stats is not None:
             return
+        self.indexer = indexer
         import torch
         from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
 
         device = inputs.positions.device
-        self.stats = torch.zeros((len(MODES), 8), dtype=torch.float64, device=device)
+        self.stats = torch.zeros((len(MODES), 11), dtype=torch.float64, device=device)
         self.stats[:, OVERLAP] = self.stats[:, SAME] = 1.0
         geometry = indexer.geometry
         self.stock = DenseBlocksBackend(
@@ -164,9 +170,30 @@ class Probe:
             stats[ROWS] += live.sum()
             stats[TOTAL] += torch.where(live, share, 0).sum()
             stats[SAME] = torch.minimum(stats[SAME], share.amin())
+            worst = published.rows.lens[at][overlap.argmin()].double()
+            stats[LONGEST] = torch.where(overlap.amin() < stats[OVERLAP], worst, stats[LONGEST])
+            if mode == "source":
+                self.compare_with_best(stats, published, at, scores_a, scores_b, picked_a, picked_b)
             stats[OVERLAP] = torch.minimum(stats[OVERLAP], overlap.amin())
             stats[GAP] = torch.maximum(stats[GAP], gap.amax())
             stats[SHORT] += (live & (picked_a.sum(1) != count)).sum()
+
+    def compare_with_best(self, stats, published, at, scores_a, scores_b, picked_a, picked_b) -> None:
+        """Each side's picks, sorted by score, against the best of the row's dense logits."""
+        import torch
+
+        rows = published.rows
+        width = rows.block_table.shape[1] * rows.table_slots
+        column = torch.arange(width, device=rows.lens.device)
+        # The logits of the pass that has just run.
+        logits = self.indexer.buffers.dense_logits(rows.num_rows, width)[at].float()
+        logits = logits.masked_fill(column >= rows.lens[at][:, None], -torch.inf)
+        best = logits.topk(min(scores_a.shape[1], width), dim=1).values
+        largest = best.masked_fill(torch.isinf(best), 0).abs().amax(1, keepdim=True).clamp_min(1e-30)
+        for place, scores, picked in ((MISSED, scores_a, picked_a), (STOCK_MISSED, scores_b, picked_b)):
+            ordered = scores.masked_fill(~picked, -torch.inf).sort(1, descending=True).values[:, : best.shape[1]]
+            off = torch.where(ordered == best, 0, (best - ordered) / largest)
+            stats[place] = torch.maximum(stats[place], off.amax().double())
 
     def same_slots(self, inputs, ours) -> None:
         """The slots that an extend wrote are those of the positions it wrote."""
@@ -190,6 +217,9 @@ class Probe:
                 "gap": values[GAP],
                 "short": int(values[SHORT]),
                 "blocks": values[BLOCKS],
+                "missed": values[MISSED],
+                "stock_missed": values[STOCK_MISSED],
+                "longest": int(values[LONGEST]),
             }
         partial = f"{self.path}.partial"
         with open(partial, "w") as file:
