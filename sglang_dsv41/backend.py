@@ -35,7 +35,9 @@ class SparseCandidates:
 
             logger.warning("%s is set: each kernel is waited for and checked; this server is slow.", envs.DEBUG)
             kernels = DebugKernels(kernels)
-        prefill_source, full_topk = extend_scorers(self, kernels, geometry)
+        # Either phase may be left to SGLang: --prefill-attention-backend and --decode-attention-backend.
+        prefill, decode = (name == BACKEND_NAME for name in attention_backends())
+        prefill_source, full_topk = extend_scorers(self, kernels, geometry, ours=prefill and envs.dense_extend())
         self.candidate_indexer = SparseCandidateIndexer(
             geometry=geometry,
             kernels=kernels,
@@ -45,8 +47,6 @@ class SparseCandidates:
             prefill_source=prefill_source,
             full_topk=full_topk,
         )
-        # Either phase may be left to SGLang: --prefill-attention-backend and --decode-attention-backend.
-        prefill, decode = (name == BACKEND_NAME for name in attention_backends())
         if prefill:
             self.prefill_candidates = self.candidate_indexer
         if decode:
@@ -68,14 +68,19 @@ class Dsv41SparseAttnBackend(SparseCandidates, DeepseekV4AttnBackend):
     """``--attention-backend dsv41-sparse`` over SGLang's FlashMLA DeepSeek-V4 attention."""
 
 
-def extend_scorers(backend: Any, kernels: KernelSet, geometry: CandidateGeometry) -> tuple[Any, Any]:
-    """SGLang's prefill candidates and full top-k indexer, which score the source and the full layers of an extend.
+def extend_scorers(
+    backend: Any, kernels: KernelSet, geometry: CandidateGeometry, *, ours: bool = False
+) -> tuple[Any | None, Any | None]:
+    """SGLang's prefill candidates and full top-k indexer, which score the source and the full layers of an extend; None
+    for each where ``ours`` do (``DSV41_SPARSE_DENSE_EXTEND``).
 
     SGLang takes DeepGEMM's kernels from compute capability 10 on, and they assert 10.x; so the kernel set says whether
     they are to be had, and where not SGLang's torch way scores.
     """
     if kernels.deep_gemm_extend:
         return backend.prefill_candidates, backend.full_topk_indexer
+    if ours:
+        return None, None
     source = DenseBlocksBackend(
         token_to_kv_pool=backend.token_to_kv_pool,
         req_to_token=backend.req_to_token,
@@ -108,7 +113,7 @@ def allocate_rows(backend: Any, geometry: CandidateGeometry) -> RowBuffers:
         max_rows=max(decode_rows, extend_rows),
         scratch_bytes=envs.scratch_bytes(),
         max_context=context,
-        dense_rows=decode_rows,
+        dense_rows=max(decode_rows, extend_rows) if envs.dense_extend() else decode_rows,
         device=backend.device,
     )
 

@@ -260,7 +260,7 @@ def check_requirements(model_path: str | None) -> list[Check]:
     return [*checks, Check("server arguments", UNCHECKED, start)]
 
 
-def _device(facts: Any, kernels: str | None) -> Check:
+def _device(facts: Any, kernels: str) -> Check:
     """The GPU, where the requirements do not object to it."""
     if facts.capability is None:
         return Check(
@@ -272,9 +272,15 @@ def _device(facts: Any, kernels: str | None) -> Check:
         )
     import torch
 
+    from .kernels import serving_kernel_set
+
     count = torch.cuda.device_count()
     name = f"{count} x {torch.cuda.get_device_name(0)}, compute capability {facts.capability[0]}.{facts.capability[1]}"
-    return Check("GPU", OK, f"{name}, kernel set {kernels}")
+    serving, wrong = serving_kernel_set(kernels, facts.geometry)
+    if serving is None:
+        change = f"Correct that, or unset {envs.KERNELS}."
+        return Check("kernel set", FAIL, f"{name}; {'; '.join(wrong)}", f"what {envs.KERNELS} asks for", change)
+    return Check("GPU", OK, "; ".join([f"{name}, kernel set {serving.name}", *wrong]))
 
 
 def _unreadable_model(model_path: str, error: Exception) -> Check:

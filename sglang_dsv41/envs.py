@@ -6,9 +6,11 @@ DISABLE = "DSV41_SPARSE_DISABLE"
 KERNELS = "DSV41_SPARSE_KERNELS"
 SCRATCH_MB = "DSV41_SPARSE_SCRATCH_MB"
 DEBUG = "DSV41_SPARSE_DEBUG"
+DENSE_EXTEND = "DSV41_SPARSE_DENSE_EXTEND"
+SHORT_GRAPHS = "DSV41_SPARSE_SHORT_GRAPHS"
 
 _TRUE = ("1", "true", "yes", "on")
-_FALSE = ("", "0", "false", "no", "off")
+_FALSE = ("0", "false", "no", "off")
 DEFAULT_SCRATCH_MB = 256
 
 
@@ -17,7 +19,7 @@ def _flag(name: str) -> bool:
     value = os.environ.get(name, "").strip().lower()
     if value in _TRUE:
         return True
-    if value in _FALSE:
+    if not value or value in _FALSE:
         return False
     raise ValueError(f"{name}={value!r} is neither true nor false; set it to 1 or 0")
 
@@ -30,6 +32,16 @@ def disabled() -> bool:
 def debug() -> bool:
     """Whether each kernel of ours is waited for and its outputs checked."""
     return _flag(DEBUG)
+
+
+def dense_extend() -> bool:
+    """Whether our kernels also score the source and the full top-k layers of an extend."""
+    return _flag(DENSE_EXTEND)
+
+
+def short_graphs() -> bool:
+    """Whether Hopper captures decode graphs for short contexts too."""
+    return _flag(SHORT_GRAPHS)
 
 
 def forced_kernels() -> str | None:

@@ -25,8 +25,8 @@ class SparseCandidateIndexer:
         buffers: scratch shared by all layers.
         token_to_kv_pool: SGLang's pool; index K is read from it, nothing of ours is kept between steps.
         page_size: KV page of SGLang, tokens (256).
-        prefill_source: SGLang's own prefill candidates, whose publish scores the source of an extend.
-        full_topk: SGLang's full top-k indexer, which keeps the extend of the layers outside the scheme.
+        prefill_source: SGLang's own prefill candidates, whose publish scores the source of an extend; None: ours does.
+        full_topk: SGLang's full top-k indexer for the extend of the layers outside the scheme; None: ours selects.
     """
 
     def __init__(
@@ -73,7 +73,10 @@ class SparseCandidateIndexer:
     # ---- extend ----
 
     def publish_prefill(self, inputs: PrefillInputs) -> CandidateSchedule | None:
-        """SGLang's own dense pass over the chunk; its blocks become our schedule."""
+        """A dense pass over the chunk and the candidate blocks of its rows: ours, or SGLang's whose blocks we expand."""
+        if self.prefill_source is None:
+            rows = self._select_prefill(inputs, publish=True)
+            return None if rows is None else CandidateSchedule(rows=rows, geometry=self.geometry)
         chosen = self.prefill_source.publish_prefill(inputs)
         rows = self._prefill_rows(inputs)
         if rows is None or chosen is None:
@@ -103,10 +106,27 @@ class SparseCandidateIndexer:
         _pad_rows(inputs.out_page_indices, rows.num_rows)
 
     def topk_prefill(self, inputs: PrefillInputs) -> None:
-        """Full top-k of an extend: SGLang's own way."""
-        self.full_topk.topk_prefill(inputs)
+        """Full top-k of an extend: through our dense pass, or SGLang's own way."""
+        if self.full_topk is None:
+            self._select_prefill(inputs, publish=False)
+        else:
+            self.full_topk.topk_prefill(inputs)
 
     # ---- shared ----
+
+    def _select_prefill(self, inputs: PrefillInputs, *, publish: bool) -> SparseRows | None:
+        """Score the visible context of a chunk's rows, tile by tile, select and, for a source, publish; no host read of
+        device data. None where no row sees a position."""
+        kernels = self.kernels
+        inputs.reset_outputs()
+        rows = self._prefill_rows(inputs, scheduled=publish)
+        if rows is None:
+            return None
+        queries, keys = kernels.project(inputs), self._keys(inputs)
+        select = kernels.publish if publish else kernels.select_visible
+        for tile, logits in kernels.dense_logits_tiles(queries, keys, rows):
+            select(logits, rows, tile, inputs.out_page_indices, inputs.out_raw_indices)
+        return rows
 
     def _consume(self, inputs, schedule: CandidateSchedule, mode: str, *, out_positions, out_slots) -> None:
         kernels, rows = self.kernels, schedule.rows
@@ -162,7 +182,7 @@ class SparseCandidateIndexer:
             scheduled=scheduled,
         )
 
-    def _prefill_rows(self, inputs: PrefillInputs) -> SparseRows | None:
+    def _prefill_rows(self, inputs: PrefillInputs, scheduled: bool = True) -> SparseRows | None:
         plans = inputs.index_plans
         plan = plans.get(inputs.compress_ratio) if plans is not None else None
         if plan is None:
@@ -176,8 +196,10 @@ class SparseCandidateIndexer:
             ratio=inputs.compress_ratio,
             block_table=inputs.kv_page_table,
             table_slots=self.page_size // inputs.compress_ratio,
+            request_rows=inputs.req_rows if self.prefill_source is None else None,
             request_starts=plan.request_starts,
             rows_per_request=inputs.rows_per_request,
+            scheduled=scheduled,
         )
 
 

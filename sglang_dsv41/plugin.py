@@ -79,6 +79,7 @@ def _register() -> None:
     after_import("sglang.srt.layers.cp.base", _patch_cp_kind)
     after_import("sglang.srt.speculative.draft_utils", _patch_draft_maps)
     after_import("sglang.srt.model_executor.model_runner_components.attention_backend_setup", _patch_phase_split)
+    after_import("sglang.srt.model_executor.runner.decode_cuda_graph_runner", _patch_graph_variants)
 
 
 def _patch_cp_kind(module: ModuleType) -> None:
@@ -123,6 +124,24 @@ def _patch_phase_split(module: ModuleType) -> None:
         )
 
     module._build_resolved_backend = _build_resolved_backend
+
+
+def _patch_graph_variants(module: ModuleType) -> None:
+    """Where SGLang makes one decode graph a batch size, ours on Hopper gets those for short contexts."""
+    original = module.create_dsv41_candidate_graph_variants
+
+    @functools.wraps(original)
+    def create_dsv41_candidate_graph_variants(
+        model_runner: Any, capture_forward_mode: Any, captured_req_width: int = 0
+    ) -> Any:
+        variants = original(model_runner, capture_forward_mode, captured_req_width)
+        if variants is not None:
+            return variants
+        from . import graph_variants
+
+        return graph_variants.short_context_variants(model_runner, capture_forward_mode)
+
+    module.create_dsv41_candidate_graph_variants = create_dsv41_candidate_graph_variants
 
 
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:

@@ -31,7 +31,8 @@ class SparseRows:
         sparse_indices: [rows, kernel blocks] int32, logical kernel blocks, ascending, INT32_MAX padded.
         physical_blocks: [rows, kernel blocks] int32, the same blocks as pool slot // kernel block, -1 padded.
         end: [rows] int32, valid columns of the row's compact logits.
-        row_indices: [rows] int32, ``req_to_token`` row of each row; None in extend, and in a decode that publishes nothing.
+        row_indices: [rows] int32, ``req_to_token`` row of each row; None where
+            no kernel asks for it: a decode that publishes nothing, an extend that SGLang scores.
         is_verify: whether rows are draft tokens, several a request.
         scheduled: whether the rows carry a schedule; a full top-k layer's do not.
         rows_per_request: query rows of each request in row order; None in decode and verify.
@@ -73,7 +74,7 @@ class RowBuffers:
         max_rows: most rows of one step, from the server's own limits.
         scratch_bytes: budget of each logits buffer, the dense one of the source and the compact one of a consumer.
         max_context: most compressed positions of a row; bounds the dense buffer.
-        dense_rows: most rows that the source scores densely in one step (decode and verify; extend keeps SGLang's way).
+        dense_rows: most rows that the source scores densely in one step (decode and verify; extend too where it is ours).
         device: where the buffers live.
     """
 

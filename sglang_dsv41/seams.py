@@ -68,7 +68,9 @@ _TRTLLM = f"{_ATTENTION}.deepseek_v4_trtllm_backend"
 _INDEXER = f"{_ATTENTION}.dsv4.v41_indexer"
 _OPS = "sglang.kernels.ops.attention"
 _POOL = "DeepSeekV4TokenToKVPool"
-_SETUP = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
+_EXECUTOR = "sglang.srt.model_executor"
+_SETUP = f"{_EXECUTOR}.model_runner_components.attention_backend_setup"
+_SHORT = "capture decode graphs for short contexts"
 
 SEAMS: tuple[Seam, ...] = (
     # Plugin.
@@ -149,6 +151,45 @@ SEAMS: tuple[Seam, ...] = (
         ("prefill", "decode"),
         "serve one phase and leave the other to SGLang",
     ),
+    # Decode graphs for short contexts.
+    Seam(
+        f"{_EXECUTOR}.runner.decode_cuda_graph_runner",
+        "create_dsv41_candidate_graph_variants",
+        "attribute",
+        (),
+        _SHORT,
+    ),
+    Seam(
+        f"{_ATTENTION}.graph_variants",
+        "create_dsv41_candidate_graph_variants",
+        "signature",
+        ("model_runner", "capture_forward_mode", "captured_req_width"),
+        _SHORT,
+    ),
+    Seam(
+        f"{_ATTENTION}.graph_variants",
+        "Dsv41CandidateGraphVariants",
+        "fields",
+        ("graph_limits", "capture_labels", "select"),
+        _SHORT,
+    ),
+    Seam(f"{_ATTENTION}.graph_variants", "DSV41_CANDIDATE_FILTERED", "attribute", (), _SHORT),
+    Seam(f"{_EXECUTOR}.forward_batch_info", "ForwardMode", "fields", ("is_decode",), _SHORT),
+    Seam(
+        f"{_EXECUTOR}.runner_utils.capture_mode",
+        "skip_low_ratio_indexer",
+        "literal",
+        ("candidate_all", "candidate_c2_all"),
+        _SHORT,
+    ),
+    Seam(
+        f"{_EXECUTOR}.runner_utils.capture_mode",
+        "skip_candidate_filtering",
+        "literal",
+        ("candidate_all", "candidate_c2_all"),
+        _SHORT,
+    ),
+    Seam(_V4, "fill_all_compressed_indices", "attribute", (), _SHORT),
     # Backend.
     Seam("sglang.srt.runtime_context", "attention_backends", "signature", (), "know which phases are ours"),
     Seam(
@@ -426,7 +467,15 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "layer_id"),
         "refuse another index-K layout",
     ),
-    # Kernels of SGLang that the kernel sets call.
+    # Kernels of SGLang that the kernel sets call, and its builder of ours.
+    Seam("sglang.kernels.jit.utils", "load_jit", "attribute", (), "build the Hopper kernels"),
+    Seam(
+        "sglang.kernels.jit.utils.compile.loader",
+        "load_jit",
+        "signature",
+        ("*cuda_files", "*cuda_wrappers"),
+        "build the Hopper kernels",
+    ),
     Seam(
         f"{_INDEXER}.scoring",
         "_index_q_and_weights",

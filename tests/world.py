@@ -57,9 +57,11 @@ class World:
         scratch_bytes=8 << 20,
         max_rows=96,
         seed=0,
+        dense_extend=False,
     ):
         name, self.device = kernels_on.split("-")[0], device_of(kernels_on)
         self.geometry = geometry = dataclasses.replace(geometry, ratio=ratio)
+        self.dense_extend = dense_extend
         self.ratio, self.pages, self.index_page, gen = ratio, pages, index_page, generator(seed)
         context, layers = pages * KV_PAGE, (SOURCE, CONSUMER, LAST)
         # Page 0 is SGLang's reserved one, three more stay holes; the rest are dealt out shuffled.
@@ -135,8 +137,10 @@ class World:
             buffers=self.buffers,
             token_to_kv_pool=self.pool,
             page_size=KV_PAGE,
-            prefill_source=self.stock,
-            full_topk=FullTopKIndexer(
+            prefill_source=None if self.dense_extend else self.stock,
+            full_topk=None
+            if self.dense_extend
+            else FullTopKIndexer(
                 token_to_kv_pool=self.pool,
                 req_to_token=self.req_to_token,
                 use_deep_gemm_prefill=False,

@@ -78,8 +78,8 @@ class KernelSet(abc.ABC):
     fallback: ClassVar[str | None] = None
 
     @classmethod
-    def unmet(cls, geometry: CandidateGeometry) -> str | None:
-        """Why the set cannot be had for this model on this machine, or None. May build its code."""
+    def unmet(cls, geometry: CandidateGeometry | None) -> str | None:
+        """Why the set cannot be had for this model (None: for any) on this machine, or None. May build its code."""
         return None
 
     def __init__(self, geometry: CandidateGeometry, buffers: RowBuffers) -> None:
@@ -102,8 +102,16 @@ class KernelSet(abc.ABC):
         """(row slice, logits) tiles over every visible position; a row's logits past its ``lens`` are garbage."""
 
     @abc.abstractmethod
-    def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
-        """A tile's top-k of dense logits as pool slots into ``out_slots[tile]``, unordered, -1 padded."""
+    def select_visible(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
+        """A tile's top-k of dense logits, as pool slots and/or positions of the same picks, unordered, -1 padded, into
+        ``out_*[tile]``; either may be absent."""
 
     @abc.abstractmethod
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
@@ -115,10 +123,17 @@ class KernelSet(abc.ABC):
         """Fill ``sparse_indices``, ``physical_blocks`` and ``end`` of ``rows[tile]`` from candidate blocks
         [tile, n] int32 in any order; ids that are negative, INT32_MAX or past the row's newest block are dropped."""
 
-    def publish(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
-        """What a source makes of a tile's dense logits: its own top-k into ``out_slots[tile]`` and the tile's schedule.
+    def publish(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
+        """What a source makes of a tile's dense logits: its own top-k into ``out_*[tile]`` and the tile's schedule.
         ``select_visible``, ``choose_blocks`` and ``expand``, or all in one."""
-        self.select_visible(logits, rows, tile, out_slots)
+        self.select_visible(logits, rows, tile, out_slots, out_positions)
         self.expand(self.choose_blocks(logits, rows, tile), rows, tile)
 
     def plan(self, rows: SparseRows, keys: PagedKeys) -> Any:
@@ -165,19 +180,32 @@ def kernel_set_class(name: str) -> type[KernelSet]:
     return getattr(importlib.import_module(module, __name__), attribute)
 
 
+def serving_kernel_set(name: str, geometry: CandidateGeometry | None) -> tuple[type[KernelSet] | None, list[str]]:
+    """The set that serves where ``name`` was chosen, and what is wrong with those before it, a line each.
+
+    None where a set that ``DSV41_SPARSE_KERNELS`` asks for, or the last one, cannot be had. Builds the set's code.
+    """
+    wrong = []
+    while True:
+        kernels = kernel_set_class(name)
+        reason = kernels.unmet(geometry)
+        if reason is None:
+            return kernels, wrong
+        if envs.forced_kernels() is not None or kernels.fallback is None:
+            return None, [*wrong, f"the {name} kernels cannot be had: {reason}"]
+        wrong.append(f"the {name} kernels cannot be had, so the {kernels.fallback} ones serve: {reason}")
+        name = kernels.fallback
+
+
 def make_kernel_set(name: str, geometry: CandidateGeometry, buffers: RowBuffers) -> KernelSet:
     """The kernel set ``name``, or the one that it falls back to with a warning.
 
     Raises:
         RuntimeError: the set was asked for by ``DSV41_SPARSE_KERNELS`` and cannot be had.
     """
-    kernels = kernel_set_class(name)
-    reason = kernels.unmet(geometry)
-    if reason is None:
-        return kernels(geometry, buffers)
-    if envs.forced_kernels() is not None or kernels.fallback is None:
-        raise RuntimeError(f"dsv41-sparse: the {name} kernels cannot be had: {reason}. Unset {envs.KERNELS}.")
-    logger.warning(
-        "dsv41-sparse: the %s kernels cannot be had, so the %s ones serve: %s", name, kernels.fallback, reason
-    )
-    return make_kernel_set(kernels.fallback, geometry, buffers)
+    kernels, wrong = serving_kernel_set(name, geometry)
+    if kernels is None:
+        raise RuntimeError(f"dsv41-sparse: {'; '.join(wrong)}. Unset {envs.KERNELS}.")
+    for line in wrong:
+        logger.warning("dsv41-sparse: %s", line)
+    return kernels(geometry, buffers)

@@ -64,10 +64,16 @@ class BlackwellKernels(GpuSelection, KernelSet):
                 ),
             )
 
-    def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    def select_visible(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
         self.calls["select_visible"] += 1
-        out_slots[tile, self.geometry.topk :] = -1
-        self._select_visible_on_gpu(logits, rows, tile, out_slots)
+        self._select_visible_on_gpu(logits, rows, tile, out_slots, out_positions)
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["choose_blocks"] += 1

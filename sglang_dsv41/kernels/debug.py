@@ -64,11 +64,18 @@ class DebugKernels(KernelSet):
                 return
             yield tile
 
-    def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    def select_visible(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
         self._run(
             "select_visible",
-            lambda: self.inner.select_visible(logits, rows, tile, out_slots),
-            lambda _: self._picks("slots", out_slots[tile], rows.lens[tile], None),
+            lambda: self.inner.select_visible(logits, rows, tile, out_slots, out_positions),
+            lambda _: self._visible_picks(rows, tile, out_slots, out_positions),
         )
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
@@ -85,14 +92,21 @@ class DebugKernels(KernelSet):
     def expand(self, blocks: torch.Tensor, rows: SparseRows, tile: slice) -> None:
         self._run("expand", lambda: self.inner.expand(blocks, rows, tile), lambda _: self._schedule(rows, tile))
 
-    def publish(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    def publish(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
         if type(self.inner).publish is KernelSet.publish:  # its operations are checked one by one
-            super().publish(logits, rows, tile, out_slots)
+            super().publish(logits, rows, tile, out_slots, out_positions)
             return
         self._run(
             "publish",
-            lambda: self.inner.publish(logits, rows, tile, out_slots),
-            lambda _: self._picks("slots", out_slots[tile], rows.lens[tile], None) or self._schedule(rows, tile),
+            lambda: self.inner.publish(logits, rows, tile, out_slots, out_positions),
+            lambda _: self._visible_picks(rows, tile, out_slots, out_positions) or self._schedule(rows, tile),
         )
 
     def plan(self, rows: SparseRows, keys: PagedKeys) -> Any:
@@ -130,6 +144,13 @@ class DebugKernels(KernelSet):
 
     def passes(self, num_rows: int) -> Iterator[slice]:
         return self.inner.passes(num_rows)
+
+    def _visible_picks(self, rows, tile, out_slots, out_positions) -> str | None:
+        for name, out, limit in (("positions", out_positions, rows.lens[tile]), ("slots", out_slots, None)):
+            problem = None if out is None else self._picks(name, out[tile], rows.lens[tile], limit)
+            if problem is not None:
+                return problem
+        return None
 
     def _picks(self, name: str, out: torch.Tensor, available: torch.Tensor, limit: torch.Tensor | None) -> str | None:
         """What is wrong with rows of picks: out of range, or more than a row has to give."""

@@ -10,7 +10,7 @@ from ..geometry import CandidateGeometry
 from ..rows import RowBuffers, SparseRows
 from . import IndexQueries, KernelSet, PagedKeys
 from .expansion import block_maxima, expand_blocks
-from .reference import topk_columns
+from .reference import table_slots_of, topk_columns, write_padded
 from .scoring import paged_index_logits
 from .selection import GpuSelection, map_columns
 
@@ -40,18 +40,23 @@ class PortableKernels(GpuSelection, KernelSet):
             paged_index_logits(queries[tile], keys, rows.block_table[tile], rows.table_slots, rows.lens[tile], logits)
             yield tile, logits
 
-    def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    def select_visible(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
         self.calls["select_visible"] += 1
-        topk = self.geometry.topk
-        out_slots[tile, topk:] = -1
         if self._deep_select:
-            self._select_visible_on_gpu(logits, rows, tile, out_slots)
+            self._select_visible_on_gpu(logits, rows, tile, out_slots, out_positions)
             return
-        table = rows.block_table[tile]
-        picks = topk_columns(logits, rows.lens[tile], topk)
-        entry = table.to(torch.int64).gather(1, picks.clamp_min(0) // rows.table_slots)
-        slots = entry * rows.table_slots + picks % rows.table_slots
-        out_slots[tile, :topk] = torch.where((picks >= 0) & (entry >= 0), slots, -1)
+        picks = topk_columns(logits, rows.lens[tile], self.geometry.topk).to(torch.int32)
+        if out_positions is not None:
+            write_padded(out_positions, tile, picks)
+        if out_slots is not None:
+            write_padded(out_slots, tile, table_slots_of(rows.block_table[tile], rows.table_slots, picks))
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["choose_blocks"] += 1

@@ -186,10 +186,20 @@ class ReferenceKernels(KernelSet):
             out.copy_(paged_index_logits(queries[tile], keys, slots))
             yield tile, out
 
-    def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    def select_visible(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
         self.calls["select_visible"] += 1
         picks = topk_columns(logits, rows.lens[tile], self.geometry.topk)
-        write_padded(out_slots, tile, table_slots_of(rows.block_table[tile], rows.table_slots, picks))
+        if out_positions is not None:
+            write_padded(out_positions, tile, picks)
+        if out_slots is not None:
+            write_padded(out_slots, tile, table_slots_of(rows.block_table[tile], rows.table_slots, picks))
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["choose_blocks"] += 1

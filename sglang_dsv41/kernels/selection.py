@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ..geometry import INT32_MAX, SELECT_MAX_COLUMNS, CandidateGeometry
 from ..rows import RowBuffers, SparseRows
+from .reference import table_slots_of, write_padded
 
 _INT32_MAX = tl.constexpr(INT32_MAX)
 
@@ -91,20 +92,31 @@ class GpuSelection:
         self._identity_table = torch.zeros((1, 1), dtype=torch.int32, device=device)
 
     def _select_visible_on_gpu(
-        self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None,
     ) -> None:
-        """DeepSelect over the dense logits, written through the page table."""
+        """DeepSelect over the dense logits, written through the page table, or as positions that are then mapped."""
         from sglang.kernels.ops.attention.deep_select import topk_page_transform
 
-        topk = self.geometry.topk
+        topk, width = self.geometry.topk, logits.shape[1]
+        table, page = rows.block_table[tile], rows.table_slots
+        first = out_slots
+        if out_positions is not None:
+            first = out_positions
+            table, page = self._identity_table.expand(logits.shape[0], 1), triton.next_power_of_2(width)
+        if first is None:
+            return
+        first[tile, topk:] = -1
         topk_page_transform(
-            logits,
-            topk,
-            page_table=rows.block_table[tile],
-            page_size=rows.table_slots,
-            end=rows.lens[tile],
-            output_idx=out_slots[tile, :topk],
+            logits, topk, page_table=table, page_size=page, end=rows.lens[tile], output_idx=first[tile, :topk]
         )
+        if out_positions is not None and out_slots is not None:
+            picks = out_positions[tile, :topk]
+            write_padded(out_slots, tile, table_slots_of(rows.block_table[tile], rows.table_slots, picks))
 
     def _choose_blocks_on_gpu(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         """SGLang's block choice; its blocks have 8 positions."""

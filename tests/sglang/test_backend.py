@@ -58,7 +58,9 @@ def test_one_dense_row_of_every_full_layer_fits(limits, monkeypatch, ratios, wid
 def test_an_extend_keeps_sglangs_scorers_on_sm100():
     stock = types.SimpleNamespace(prefill_candidates=object(), full_topk_indexer=object())
     kernels = kernel_set_class(kernel_set_name((10, 0)))
-    assert backend.extend_scorers(stock, kernels, RELEASED) == (stock.prefill_candidates, stock.full_topk_indexer)
+    for ours in (False, True):
+        scorers = backend.extend_scorers(stock, kernels, RELEASED, ours=ours)
+        assert scorers == (stock.prefill_candidates, stock.full_topk_indexer)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (11, 0), (12, 0), (12, 1)])
@@ -73,3 +75,4 @@ def test_an_extend_needs_no_sm100_kernel_elsewhere(capability):
     assert (source.topk_blocks, source.block_size) == (2048, 8)
     assert type(full) is FullTopKIndexer and not full.use_deep_gemm_prefill
     assert source.token_to_kv_pool is full.token_to_kv_pool is stock.token_to_kv_pool
+    assert backend.extend_scorers(stock, kernels, RELEASED, ours=True) == (None, None)

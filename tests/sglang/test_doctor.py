@@ -11,6 +11,7 @@ import torch
 from sglang_dsv41 import doctor, models, requirements, seams
 from sglang_dsv41.doctor import FAIL, OK, UNCHECKED
 from sglang_dsv41.kernels import KERNEL_SETS
+from sglang_dsv41.kernels.hopper import ops
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,11 @@ def environment(monkeypatch):
 @pytest.fixture
 def hopper(monkeypatch):
     pretend_gpu(monkeypatch, (9, 0), "NVIDIA H200")
+    monkeypatch.setattr(ops, "module", lambda: None)
+
+
+def no_compiler():
+    raise RuntimeError("no nvcc")
 
 
 @pytest.fixture
@@ -76,9 +82,25 @@ def test_all_ok_on_hopper(hopper, model, capsys):
     assert doctor.main(["--model-path", str(model)]) == 0
     out = capsys.readouterr().out
     assert "FAIL" not in out
-    assert "1 x NVIDIA H200, compute capability 9.0, kernel set portable" in out
+    assert "1 x NVIDIA H200, compute capability 9.0, kernel set hopper" in out
     assert "layers [8, 9, 10, 11] score 2048 blocks of 8 positions" in out
     assert out.endswith(f"It will work: --model-path {model} --attention-backend dsv41-sparse\n")
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_says_why_other_kernels_serve(hopper, with_model, model, monkeypatch, capsys):
+    monkeypatch.setattr(ops, "module", no_compiler)
+    assert doctor.main(["--model-path", str(model)] if with_model else []) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "GPU:" in line)
+    assert "kernel set portable" in line and "hopper kernels cannot be had" in line and "no nvcc" in line
+
+
+def test_kernels_asked_for_that_cannot_be_had(hopper, monkeypatch, capsys):
+    monkeypatch.setattr(ops, "module", no_compiler)
+    monkeypatch.setenv("DSV41_SPARSE_KERNELS", "hopper")
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert "the hopper kernels cannot be had: " in out and "no nvcc" in out and "unset DSV41_SPARSE_KERNELS" in out
 
 
 def test_without_a_model_it_is_not_checked(hopper, capsys):

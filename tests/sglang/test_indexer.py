@@ -14,6 +14,7 @@ pytest.importorskip("sglang")
 from sglang.srt.layers.attention.dsv4.v41_indexer.types import DecodeInputs, PrefillInputs
 
 from sglang_dsv41.geometry import INT32_MAX
+from tests.candidates import assert_selection
 from tests.world import CONSUMER, GARBAGE, GEOMETRY, LAST, SOURCE, World, picks, span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,6 +164,98 @@ def test_chunks_of_one_request(kernels_on):
     # A chunk boundary moves no pick.
     parts = [world.extend_step(span(1, 290, 3))[2], world.extend_step(span(1, 293, 7))[2]]
     assert picks(torch.cat([p.out_raw_indices for p in parts])) == picks(last.out_raw_indices)
+
+
+# ---- extend, the source and the full layers ours too ----
+
+
+def check_own_extend(world, rows, **options):
+    """A step of an extend whose source is ours: its own picks as well as all that check_extend looks at."""
+    out = world.check_extend(rows, **options)
+    source = out[1]
+    world.check_pair(rows, source)
+    by_position = source.out_raw_indices
+    for i, row in enumerate(rows):
+        scores, tolerance = world.scores(SOURCE, row)
+        among = dict(enumerate(scores.tolist()))
+        assert_selection(by_position[i].tolist(), among, world.geometry.topk, tolerance=tolerance)
+    return out
+
+
+def test_own_extend_of_requests_with_different_prefixes(kernels_on, ratio):
+    """Cold, cached to inside a block, on a page edge: source, schedule and consumers, and the rows' requests."""
+    world = World(kernels_on, ratio=ratio, dense_extend=True)
+    rows = span(3, 0, 10) + span(1, 251, 8) + span(2, 512, 4)
+    schedule, _, _, _ = check_own_extend(world, rows)
+    assert schedule.rows.rows_per_request == [10, 8, 4]
+    assert schedule.rows.row_indices.tolist() == [3] * 10 + [1] * 8 + [2] * 4
+    assert world.kernels.calls["dense_logits"] > 0
+
+
+def test_own_extend_equals_sglangs(kernels_on):
+    """The picks of the source, ours and SGLang's, but for what rounding moves at the cut."""
+    rows = span(1, 290, 8) + span(2, 60, 5)
+    ours, stock = World(kernels_on, dense_extend=True), World(kernels_on)
+    a, b = ours.extend_step(rows)[1], stock.extend_step(rows)[1]
+    for i, row in enumerate(rows):
+        scores, tolerance = ours.scores(SOURCE, row)
+        mine, theirs = ({p for p in one.out_raw_indices[i].tolist() if p != -1} for one in (a, b))
+        assert len(mine) == len(theirs)
+        cut = min(float(scores[p]) for p in mine)
+        assert all(abs(float(scores[p]) - cut) <= tolerance for p in mine ^ theirs)
+
+
+@pytest.mark.parametrize("block_size,topk_blocks", [(16, 6), (24, 5)])
+def test_own_extend_with_larger_candidate_blocks(kernels_on, block_size, topk_blocks):
+    geometry = dataclasses.replace(GEOMETRY, block_size=block_size, topk_blocks=topk_blocks)
+    check_own_extend(World(kernels_on, geometry=geometry, dense_extend=True), span(1, 250, 9) + span(2, 40, 3))
+
+
+def test_own_extend_in_tiles_of_a_row(kernels_on):
+    """One dense tile a row against one for all: the same picks and schedule."""
+    rows = span(1, 250, 5) + span(2, 60, 4)
+    steps = []
+    for scratch in (1, 8 << 20):
+        world = World(kernels_on, scratch_bytes=scratch, dense_extend=True)
+        schedule, *inputs = world.extend_step(rows)
+        steps.append([schedule.rows.sparse_indices.tolist(), *(picks(one.out_raw_indices) for one in inputs)])
+        steps[-1] += [picks(one.out_page_indices) for one in inputs]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("slots", [True, False])
+def test_own_extend_writes_every_output(kernels_on, slots):
+    """Wider outputs than picks, with and without slots; a chunk boundary moves no pick."""
+    world = World(kernels_on, dense_extend=True)
+    rows, width = span(1, 290, 10), world.geometry.topk + 8
+    _, source, _, _ = check_own_extend(world, rows, slots=slots, width=width)
+    assert (source.out_raw_indices[:, world.geometry.topk :] == -1).all()
+    assert (source.out_page_indices is None) == (not slots)
+    parts = [world.extend_step(part)[1].out_raw_indices for part in (rows[:3], rows[3:])]
+    assert picks(torch.cat(parts)) == picks(source.out_raw_indices[:, : world.geometry.topk])
+
+
+def test_own_full_topk_of_an_extend_leaves_a_schedule_alone(kernels_on, ratio):
+    world = World(kernels_on, ratio=ratio, dense_extend=True)
+    rows = span(2, 100, 6)
+    schedule = world.indexer.publish_prefill(world.extend(SOURCE, rows))
+    others = span(1, 60, 6)
+    full = world.extend(SOURCE, others)
+    world.indexer.topk_prefill(full)
+    world.check_source(others, full.out_page_indices)
+    world.check_pair(others, full)
+    world.check_schedule(rows, schedule)
+
+
+def test_own_extend_of_rows_that_see_nothing(kernels_on):
+    """A first token of ratio 2 sees no compressed position: nothing published, every output -1, no launch."""
+    world = World(kernels_on, ratio=2, dense_extend=True)
+    source, full = world.extend(SOURCE, [(1, 0)]), world.extend(SOURCE, [(1, 0)])
+    assert world.indexer.publish_prefill(source) is None
+    world.indexer.topk_prefill(full)
+    for one in (source, full):
+        assert (one.out_raw_indices == -1).all() and (one.out_page_indices == -1).all()
+    assert not world.kernels.calls["dense_logits"]
 
 
 def test_extend_builds_its_plan_where_the_step_has_none(kernels_on):

@@ -42,7 +42,7 @@ def patched(tmp_path_factory):
 
 
 def test_series_is_complete():
-    assert [patch.name[:4] for patch in PATCHES] == ["0001", "0002", "0003", "0004", "0005", "0006"]
+    assert [patch.name[:4] for patch in PATCHES] == ["0001", "0002", "0003", "0004", "0005", "0006", "0007"]
     table = (ROOT / "patches" / "README.md").read_text()
     assert all(f"`{patch.stem}`" in table for patch in PATCHES)
 
@@ -60,7 +60,7 @@ def test_applies_alone_and_carries_little_context(patch, tmp_path):
 
 def test_patched_files_compile(patched):
     files = sorted(patched.rglob("*.py"))
-    assert len(files) == 8
+    assert len(files) == 9
     for file in files:
         py_compile.compile(str(file), doraise=True)
 
@@ -138,6 +138,14 @@ try:
 except Asked as asked:
     out["candidates"] = asked.args[0]
 out["stock factory"] = v4.DeepseekV4AttnBackend.make_candidate_indexer is v41_indexer.make_candidate_indexer
+
+from tests.sglang.test_graph_variants import runner_module, variants_of_a_runner
+assert runner_module.__file__.startswith(str(root))
+stock = types.SimpleNamespace(dllm_attention=None)
+ours = types.SimpleNamespace(dllm_attention=None)
+ours.create_candidate_graph_variants = lambda model_runner, mode, width: [model_runner.gpu_id, mode.name]
+out["variants"] = [variants_of_a_runner(setattr, backend) for backend in (ours, stock)]
+out["stock variants"] = variants_of_a_runner(setattr, stock, (10, 0)).graph_limits
 print(json.dumps(out))
 """
 )
@@ -199,3 +207,10 @@ def test_0005_subclass_makes_its_own_candidate_objects(behaviour):
 
 def test_0006_builds_one_backend_for_two_phases(behaviour):
     assert behaviour["phases"] == [NAME, NAME, NAME, "dsv4", ["fa3", "triton"], [NAME, "triton"]]
+
+
+def test_0007_backend_makes_its_own_graph_variants(behaviour):
+    assert behaviour["variants"] == [[0, "DECODE"], None]
+    assert [label for label, _ in behaviour["stock variants"]] == [
+        "candidate_all", "candidate_c2_all", "candidate_unfiltered",
+    ]  # fmt: skip

@@ -5,17 +5,23 @@ import pytest
 from sglang_dsv41 import envs
 
 
+NAMES = (envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB, envs.DEBUG, envs.DENSE_EXTEND, envs.SHORT_GRAPHS)
+
+
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for name in (envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB):
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
 
 def test_names_are_the_documented_ones():
-    assert (envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB) == (
+    assert NAMES == (
         "DSV41_SPARSE_DISABLE",
         "DSV41_SPARSE_KERNELS",
         "DSV41_SPARSE_SCRATCH_MB",
+        "DSV41_SPARSE_DEBUG",
+        "DSV41_SPARSE_DENSE_EXTEND",
+        "DSV41_SPARSE_SHORT_GRAPHS",
     )
 
 
@@ -23,6 +29,9 @@ def test_defaults():
     assert envs.disabled() is False
     assert envs.forced_kernels() is None
     assert envs.scratch_bytes() == 256 * 2**20
+    assert envs.debug() is False
+    assert envs.dense_extend() is False
+    assert envs.short_graphs() is False
 
 
 @pytest.mark.parametrize(
@@ -33,6 +42,16 @@ def test_defaults():
 def test_disable_values(monkeypatch, value, expected):
     monkeypatch.setenv(envs.DISABLE, value)
     assert envs.disabled() is expected
+
+
+@pytest.mark.parametrize("value,expected", [("0", False), ("off", False), ("1", True), ("", False), (" ", False)])
+@pytest.mark.parametrize(
+    "name,read",
+    [(envs.SHORT_GRAPHS, envs.short_graphs), (envs.DEBUG, envs.debug), (envs.DENSE_EXTEND, envs.dense_extend)],
+)
+def test_switches_are_off_unless_set(monkeypatch, name, read, value, expected):
+    monkeypatch.setenv(name, value)
+    assert read() is expected
 
 
 @pytest.mark.parametrize("value", ["2", "maybe", "-1"])

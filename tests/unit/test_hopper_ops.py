@@ -32,6 +32,7 @@ def entry_points() -> dict[str, list[tuple[str, str]]]:
 
 
 ENTRY_POINTS = entry_points()
+TYPES = {"int64_t": int, "bool": bool, "tvm::ffi::TensorView": torch.Tensor}
 
 
 @pytest.fixture
@@ -44,8 +45,7 @@ def recorded(monkeypatch):
             def call(*arguments):
                 parameters = ENTRY_POINTS[name]
                 for (kind, parameter), argument in zip(parameters, arguments, strict=True):
-                    expected = int if kind == "int64_t" else torch.Tensor
-                    assert isinstance(argument, expected), f"{name}: {parameter} is a {type(argument).__name__}"
+                    assert type(argument) is TYPES[kind], f"{name}: {parameter} is a {type(argument).__name__}"
                 named = {parameter: a for (_, parameter), a in zip(parameters, arguments, strict=True)}
                 calls.append(types.SimpleNamespace(entry=name, **named))
 
@@ -156,26 +156,32 @@ def test_no_rows_no_call(problem, recorded):
     logits, maxima = problem.buffers.dense_logits(0, 256), problem.buffers.block_maxima(0, 32)
     ops.index_logits(problem.queries[none], problem.keys, rows.block_table[none], 64, rows.lens[none], logits)
     for publish in (False, True):
-        ops.source_topk(logits, maxima, rows, none, FUSED.topk, garbage(problem), publish=publish)
+        ops.source_topk(logits, maxima, rows, none, FUSED.topk, garbage(problem), None, publish=publish)
     assert not recorded
 
 
 # ---- selections ----
 
 
+@pytest.mark.parametrize("wanted", [("slots",), ("positions",), ("slots", "positions")], ids="+".join)
 @pytest.mark.parametrize("publish", [False, True])
-def test_outputs_of_a_source(publish, problem, recorded):
-    tile, rows, slots = slice(1, 3), problem.rows, garbage(problem)
+def test_outputs_of_a_source(publish, wanted, problem, recorded):
+    """Of the rows of the tile, in the places they have in the whole output."""
+    tile, rows = slice(1, 3), problem.rows
+    outs = {name: garbage(problem, FUSED.topk + 3) if name in wanted else None for name in ("slots", "positions")}
     logits, maxima = problem.buffers.dense_logits(2, 256), problem.buffers.block_maxima(2, 32)
-    ops.source_topk(logits, maxima, rows, tile, FUSED.topk, slots, publish=publish)
+    ops.source_topk(logits, maxima, rows, tile, FUSED.topk, outs["slots"], outs["positions"], publish=publish)
     (call,) = recorded
+    for name, out in outs.items():
+        passed = getattr(call, name)
+        assert absent(passed, torch.int32) if out is None else same(passed, out[tile])
     schedule = (call.sparse_indices, call.physical_blocks, call.valid_columns)
     if publish:
         expected = (rows.sparse_indices[tile], rows.physical_blocks[tile], rows.end[tile])
         assert all(map(same, schedule, expected)) and call.blocks_kept == FUSED.topk_blocks
     else:
         assert all(absent(t, torch.int32) for t in schedule) and call.blocks_kept == FUSED.topk + 2
-    assert same(call.logits, logits) and same(call.maxima, maxima) and same(call.slots, slots[tile])
+    assert same(call.logits, logits) and same(call.maxima, maxima)
     assert same(call.lens, rows.lens[tile]) and same(call.table, rows.block_table[tile])
     assert (call.table_slots, call.topk) == (rows.table_slots, FUSED.topk)
 
@@ -297,14 +303,23 @@ def test_maxima_serve_only_the_rows_that_they_were_written_for(problem, recorded
     assert [c.entry for c in recorded] == ["index_logits"] and portable == ["select_visible"] * 2
 
 
-@pytest.mark.parametrize("is_verify", [False, True])
-def test_only_verify_rows_share_keys(is_verify, problem, recorded):
+# Rows of one request follow each other: in a verify step few, in an extend many; a decode has one of each.
+MODES = {
+    "decode": ({}, False, None),
+    "verify": ({"is_verify": True}, True, False),
+    "extend": ({"rows_per_request": [3, 1]}, True, True),
+}
+
+
+@pytest.mark.parametrize("mode,shares,long_runs", MODES.values(), ids=MODES)
+def test_rows_of_a_request_share_keys(mode, shares, long_runs, problem, recorded):
     requests = torch.tensor([3, 3, 3, 5], dtype=torch.int32)
-    problem.rows = dataclasses.replace(problem.rows, is_verify=is_verify, row_indices=requests)
+    problem.rows = dataclasses.replace(problem.rows, row_indices=requests, **mode)
     for _ in kernels_of(problem).dense_logits_tiles(problem.queries, problem.keys, problem.rows):
         pass
     (call,) = recorded
-    assert same(call.requests, requests) if is_verify else absent(call.requests, torch.int32)
+    assert same(call.requests, requests) if shares else absent(call.requests, torch.int32)
+    assert not shares or call.long_runs == long_runs
 
 
 @pytest.mark.parametrize("block_size,kernel_block", [(8, 8), (24, 8), (32, 16)])

@@ -28,8 +28,8 @@ class HopperKernels(PortableKernels):
     fallback = "portable"
 
     @classmethod
-    def unmet(cls, geometry: CandidateGeometry) -> str | None:
-        if geometry.heads > ops.MAX_HEADS:
+    def unmet(cls, geometry: CandidateGeometry | None) -> str | None:
+        if geometry is not None and geometry.heads > ops.MAX_HEADS:
             return f"its scoring kernel takes at most {ops.MAX_HEADS} index heads, the model has {geometry.heads}"
         try:
             ops.module()
@@ -53,6 +53,8 @@ class HopperKernels(PortableKernels):
         width = rows.block_table.shape[1] * rows.table_slots
         blocks = width // _BLOCK
         self._maxima.clear()
+        # Rows of one request follow each other in a verify step and in an extend.
+        shares = rows.row_indices is not None and (rows.is_verify or rows.rows_per_request is not None)
         for tile in self.buffers.dense_passes(rows.num_rows, width):
             self.calls["dense_logits"] += 1
             count = tile.stop - tile.start
@@ -67,26 +69,41 @@ class HopperKernels(PortableKernels):
                 rows.table_slots,
                 rows.lens[tile],
                 logits,
-                requests=rows.row_indices[tile] if rows.is_verify else None,
+                requests=rows.row_indices[tile] if shares else None,
+                long_runs=not rows.is_verify,
                 maxima=maxima,
             )
             yield tile, logits
 
-    def select_visible(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    def select_visible(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
         maxima = self._maxima_of(tile, logits)
         if maxima is None:
-            super().select_visible(logits, rows, tile, out_slots)
+            super().select_visible(logits, rows, tile, out_slots, out_positions)
             return
         self.calls["select_visible"] += 1
-        ops.source_topk(logits, maxima, rows, tile, self.geometry.topk, out_slots, publish=False)
+        ops.source_topk(logits, maxima, rows, tile, self.geometry.topk, out_slots, out_positions, publish=False)
 
-    def publish(self, logits: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    def publish(
+        self,
+        logits: torch.Tensor,
+        rows: SparseRows,
+        tile: slice,
+        out_slots: torch.Tensor | None,
+        out_positions: torch.Tensor | None = None,
+    ) -> None:
         maxima = self._maxima_of(tile, logits) if self._publishes_itself else None
         if maxima is None:
-            super().publish(logits, rows, tile, out_slots)
+            super().publish(logits, rows, tile, out_slots, out_positions)
             return
         self.calls["publish"] += 1
-        ops.source_topk(logits, maxima, rows, tile, self.geometry.topk, out_slots, publish=True)
+        ops.source_topk(logits, maxima, rows, tile, self.geometry.topk, out_slots, out_positions, publish=True)
 
     def sparse_logits(self, queries: IndexQueries, keys: PagedKeys, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["sparse_logits"] += 1

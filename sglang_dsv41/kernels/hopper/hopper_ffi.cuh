@@ -83,6 +83,7 @@ void index_logits(
     int64_t table_slots,
     tvm::ffi::TensorView lens,
     tvm::ffi::TensorView requests,
+    bool long_runs,
     tvm::ffi::TensorView out,
     tvm::ffi::TensorView maxima) {
   IndexLogitsParams p = {};
@@ -99,6 +100,7 @@ void index_logits(
   p.table_stride = table.stride(0);
   p.out_stride = out.stride(0);
   p.maxima_stride = p.maxima ? maxima.stride(0) : 0;
+  p.long_runs = long_runs;
   p.rows = static_cast<int32_t>(q.size(0));
   p.heads = static_cast<int32_t>(q.size(1));
   p.page_bits = 63 - __builtin_clzll(page_slots);
@@ -133,6 +135,7 @@ void source_topk(
     int64_t topk,
     int64_t blocks_kept,
     tvm::ffi::TensorView slots,
+    tvm::ffi::TensorView positions,
     tvm::ffi::TensorView sparse_indices,
     tvm::ffi::TensorView physical_blocks,
     tvm::ffi::TensorView valid_columns) {
@@ -141,15 +144,22 @@ void source_topk(
   p.maxima = static_cast<const __nv_bfloat16*>(maxima.data_ptr());
   p.lens = static_cast<const int32_t*>(lens.data_ptr());
   p.table = static_cast<const int32_t*>(table.data_ptr());
-  p.slots = static_cast<int32_t*>(slots.data_ptr());
+  p.slots = data_or_null<int32_t>(slots);
+  p.positions = data_or_null<int32_t>(positions);
   p.sparse_indices = data_or_null<int32_t>(sparse_indices);
   p.physical_blocks = data_or_null<int32_t>(physical_blocks);
   p.valid_columns = data_or_null<int32_t>(valid_columns);
   p.logits_stride = logits.stride(0);
   p.maxima_stride = maxima.stride(0);
   p.table_stride = table.stride(0);
-  p.slots_stride = slots.stride(0);
-  p.slots_width = static_cast<int32_t>(slots.size(1));
+  if (p.slots != nullptr) {
+    p.slots_stride = slots.stride(0);
+    p.slots_width = static_cast<int32_t>(slots.size(1));
+  }
+  if (p.positions != nullptr) {
+    p.positions_stride = positions.stride(0);
+    p.positions_width = static_cast<int32_t>(positions.size(1));
+  }
   p.blocks_kept = static_cast<int32_t>(blocks_kept);
   p.topk = static_cast<int32_t>(topk);
   p.table_bits = 63 - __builtin_clzll(table_slots);

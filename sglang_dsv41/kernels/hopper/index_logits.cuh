@@ -51,6 +51,7 @@ struct IndexLogitsParams {
   int64_t maxima_stride;
   int32_t rows;
   int32_t heads;
+  bool long_runs;  // groups of rows start at multiples of GROUP_ROWS, not counted from the request's first row
   int32_t page_bits;
   int32_t table_bits;
 };
@@ -207,22 +208,24 @@ __device__ __forceinline__ float unscale(uint32_t exponent) {
   return __uint_as_float((exponent - 8u + 14u) << 23);
 }
 
-// Groups of up to GROUP_ROWS consecutive rows of one request, counted from the request's first row.
+// Groups of up to GROUP_ROWS consecutive rows of one request.
 template <int GROUP_ROWS>
 struct Groups {
   const IndexLogitsParams& p;
 
   __device__ __forceinline__ int end(int start) const {
     if (GROUP_ROWS == 1) return start + 1;
+    const int limit = p.long_runs ? (start / GROUP_ROWS + 1) * GROUP_ROWS : start + GROUP_ROWS;
     int row = start + 1;
-    while (row < p.rows && row < start + GROUP_ROWS && p.requests[row] == p.requests[start]) ++row;
+    while (row < p.rows && row < limit && p.requests[row] == p.requests[start]) ++row;
     return row;
   }
   // The first group that starts at `row` or after it.
   __device__ __forceinline__ int first_from(int row) const {
     if (GROUP_ROWS == 1 || row >= p.rows) return row;
     int start = row;
-    while (start > 0 && p.requests[start - 1] == p.requests[row]) --start;
+    const int stop = p.long_runs ? row / GROUP_ROWS * GROUP_ROWS : 0;
+    while (start > stop && p.requests[start - 1] == p.requests[row]) --start;
     const int before = row - (row - start) % GROUP_ROWS;
     return before == row ? row : end(before);
   }

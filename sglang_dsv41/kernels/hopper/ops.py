@@ -43,6 +43,7 @@ def index_logits(
     out: torch.Tensor,
     *,
     requests: torch.Tensor | None = None,
+    long_runs: bool = False,
     maxima: torch.Tensor | None = None,
 ) -> None:
     """Score each row's first ``lens`` columns, read through its page-table line.
@@ -55,7 +56,9 @@ def index_logits(
             two of at least 8.
         lens: [rows] int32, at most ``entries * table_slots`` and the width of ``out``.
         out: [rows, columns] bf16; columns past a row's length are left as they are. -inf at slots outside the pool.
-        requests: [rows] int32; consecutive rows of one id have the same table line, and share key reads.
+        requests: [rows] int32; consecutive rows of one id have the same table line, and share key reads, 8 at a time.
+        long_runs: cut a request's rows at multiples of 8 of the row's index, not counted from the request's first row,
+            which takes a walk back to it: for the chunks of an extend.
         maxima: [rows, >= columns / 8] bf16, also written where given: the largest logit of each block of 8 visible
             columns, +inf for a row's newest block, -inf for a block outside the pool. NaN and -inf logits count as the
             lowest finite value.
@@ -93,6 +96,7 @@ def index_logits(
         table_slots,
         lens,
         _absent(device, torch.int32) if requests is None else requests,
+        long_runs,
         out,
         _absent(device, torch.bfloat16) if maxima is None else maxima,
     )
@@ -109,11 +113,12 @@ def source_topk(
     rows: SparseRows,
     tile: slice,
     topk: int,
-    out_slots: torch.Tensor,
+    out_slots: torch.Tensor | None,
+    out_positions: torch.Tensor | None,
     *,
     publish: bool,
 ) -> None:
-    """A tile's top-k of dense logits as pool slots, and with ``publish`` its schedule too, in one launch.
+    """A tile's top-k of dense logits as pool slots and/or positions, and with ``publish`` its schedule too, in one launch.
 
     The blocks with the largest maxima hold the largest logits, so only those blocks' logits are read again; more than
     ``topk`` of them, since the newest is among them whatever its maximum. Blocks and kernel blocks of 8; of equal blocks,
@@ -126,11 +131,13 @@ def source_topk(
     """
     if tile.stop == tile.start:
         return
-    table, slots = rows.block_table[tile], out_slots[tile]
+    table = rows.block_table[tile]
+    outs = [None if out is None else out[tile] for out in (out_slots, out_positions)]
     sparse, physical, end = rows.sparse_indices[tile], rows.physical_blocks[tile], rows.end[tile]
-    assert sparse.is_contiguous() and physical.is_contiguous() and table.stride(1) == 1 and slots.stride(1) == 1
+    assert sparse.is_contiguous() and physical.is_contiguous() and table.stride(1) == 1
+    assert all(out is None or (out.stride(1) == 1 and out.shape[1] >= topk) for out in outs)
     assert all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (logits, maxima))
-    assert maxima.shape[1] <= MAX_BLOCKS and slots.shape[1] >= topk
+    assert maxima.shape[1] <= MAX_BLOCKS
     absent = _absent(logits.device, torch.int32)
     module().source_topk(
         logits,
@@ -140,7 +147,7 @@ def source_topk(
         rows.table_slots,
         topk,
         sparse.shape[1] if publish else _blocks_for(topk),
-        slots,
+        *(absent if out is None else out for out in outs),
         sparse if publish else absent,
         physical if publish else absent,
         end if publish else absent,

@@ -201,7 +201,8 @@ struct SourceTopkParams {
   const __nv_bfloat16* maxima;  // [rows, blocks of 8]: +inf the newest, -inf outside the pool; rows on 16 B
   const int32_t* lens;          // [rows] visible positions
   const int32_t* table;         // [rows, entries], 2^table_bits positions an entry
-  int32_t* slots;               // [rows, slots_width], the row's own top-k
+  int32_t* slots;               // [rows, slots_width] or null, the row's own top-k as pool slots
+  int32_t* positions;           // [rows, positions_width] or null, the same picks as positions
   int32_t* sparse_indices;      // [rows, blocks_kept], or null for a layer that publishes nothing
   int32_t* physical_blocks;     // [rows, blocks_kept] or null
   int32_t* valid_columns;       // [rows] or null
@@ -209,7 +210,9 @@ struct SourceTopkParams {
   int64_t maxima_stride;
   int64_t table_stride;
   int64_t slots_stride;
+  int64_t positions_stride;
   int32_t slots_width;
+  int32_t positions_width;
   int32_t blocks_kept;  // even, at most 2048, more than topk: the newest block takes one place
   int32_t topk;
   int32_t table_bits;
@@ -281,12 +284,17 @@ __global__ __launch_bounds__(kSelectThreads, 1) void source_topk_kernel(const __
       p.valid_columns[r] =
           static_cast<int32_t>(kept) * 8 - (kept > 0 && s.list[kept - 1] == blocks - 1 ? blocks * 8 - length : 0);
   }
-  int32_t* slots = p.slots + r * p.slots_stride;
+  int32_t* slots = p.slots == nullptr ? nullptr : p.slots + r * p.slots_stride;
+  int32_t* positions = p.positions == nullptr ? nullptr : p.positions + r * p.positions_stride;
   __syncthreads();  // the choice of blocks has read its counts
   const uint32_t taken = row.take_largest(keys, p.topk, kept * 8 <= p.topk, [&](uint32_t place, int i) {
-    slots[place] = (i < 8 ? physical[0] : physical[1]) * 8 + (i & 7);
+    if (slots != nullptr) slots[place] = (i < 8 ? physical[0] : physical[1]) * 8 + (i & 7);
+    if (positions != nullptr) positions[place] = (i < 8 ? chosen[0] : chosen[1]) * 8 + (i & 7);
   });
-  for (int i = taken + row.thread; i < p.slots_width; i += kSelectThreads) slots[i] = -1;
+  for (int i = taken + row.thread; i < max(p.slots_width, p.positions_width); i += kSelectThreads) {
+    if (i < p.slots_width) slots[i] = -1;
+    if (i < p.positions_width) positions[i] = -1;
+  }
 }
 
 }  // namespace dsv41
