@@ -4,7 +4,6 @@ import pytest
 
 from sglang_dsv41 import envs
 
-
 NAMES = (envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB, envs.DEBUG, envs.DENSE_EXTEND, envs.SHORT_GRAPHS)
 
 
