@@ -3,6 +3,9 @@
 Every publish and consume of ours also runs SGLang's Hopper code on the same inputs, into outputs of its own, and counts
 on the device how the two differ, so that replays of a CUDA graph count too. SGLang's consumers get the blocks that ours
 published: which of two equal blocks is published is a free choice, and would change a consumer's picks far from its cut.
+In decode and verify SGLang's picks are the exact top-k of its own scores. Its kernel is no oracle: for few rows past 32,768
+positions it takes a cluster of thread blocks, which keep no more than 2048 of the scores in the cut's bin, a sixteenth of an
+octave wide (`TopKCluster` in SGLang's `topk_impl.cuh` says so); scores of random weights crowd there.
 Put this folder on PYTHONPATH and set DSV41_PROBE_OUT to a file; it is rewritten at the start of every extend. One JSON
 object for each of source, decode, verify and extend:
 
@@ -17,7 +20,8 @@ object for each of source, decode, verify and extend:
     blocks   source only: largest difference of the published blocks' maxima, sorted, in units of the row's largest
     missed, stock_missed
              source only: largest amount by which a row's picks, sorted, fall short of the best of its dense logits, ours
-             and SGLang's, in the same units; tells which side is off where the two differ
+             and those of SGLang's kernel, in the same units
+    kernel   decode and verify: smallest share of the exact picks that SGLang's kernel holds
     longest  visible positions of the row with the smallest overlap
 """
 
@@ -25,7 +29,7 @@ import json
 import os
 
 MODES = ("source", "decode", "verify", "extend")
-CALLS, ROWS, OVERLAP, SAME, TOTAL, GAP, SHORT, BLOCKS, MISSED, STOCK_MISSED, LONGEST = range(11)
+CALLS, ROWS, OVERLAP, SAME, TOTAL, GAP, SHORT, BLOCKS, MISSED, STOCK_MISSED, LONGEST, KERNEL = range(12)
 # Rows compared at once in an extend: [rows, 512, 512] booleans.
 COMPARED_ROWS = 256
 
@@ -45,6 +49,7 @@ class Probe:
         self.stock = None
         self.indexer = None
         self.stock_published = {}
+        self.kernel_picks = None
 
     def wrap(self, cls) -> None:
         probe = self
@@ -93,19 +98,46 @@ class Probe:
             return
         self.indexer = indexer
         import torch
-        from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
+        from sglang.srt.layers.attention.dsv4.v41_indexer import dense_blocks
 
         device = inputs.positions.device
-        self.stats = torch.zeros((len(MODES), 11), dtype=torch.float64, device=device)
-        self.stats[:, OVERLAP] = self.stats[:, SAME] = 1.0
+        self.stats = torch.zeros((len(MODES), 12), dtype=torch.float64, device=device)
+        self.stats[:, OVERLAP] = self.stats[:, SAME] = self.stats[:, KERNEL] = 1.0
         geometry = indexer.geometry
-        self.stock = DenseBlocksBackend(
+        dense_blocks.select_decode = self.exact(dense_blocks.select_decode)
+        self.stock = dense_blocks.DenseBlocksBackend(
             token_to_kv_pool=indexer.token_to_kv_pool,
             req_to_token=indexer.prefill_source.req_to_token,
             candidate_topk_blocks=geometry.topk_blocks,
             candidate_block_size=geometry.block_size,
             use_deep_gemm_prefill=False,
         )
+
+    def exact(self, by_kernel):
+        """SGLang's selection of a decode step with an exact top-k; its kernel's picks are kept beside it."""
+        import torch
+        from sglang.kernels.ops.attention.dsv4.fp4_indexer import finish_paged_indexer_topk
+
+        def select_decode(inputs, d, topk):
+            kernel = with_outputs(inputs)
+            by_kernel(kernel, d, topk)
+            self.kernel_picks = kernel.out_page_indices
+            seen = torch.arange(d.lmax, device=d.scores.device) < d.lens[:, None]
+            best = d.scores.masked_fill(~seen, -torch.inf).topk(min(topk, d.lmax), dim=1, sorted=False)
+            picks = best.indices.to(torch.int32).masked_fill(best.values == -torch.inf, -1)
+            finish_paged_indexer_topk(
+                picks,
+                d.scores,
+                d.lens,
+                d.req,
+                d.req_to_token,
+                inputs.out_page_indices,
+                None,
+                d.ratio,
+                d.has_candidate_mask,
+            )
+
+        return select_decode
 
     def compare_blocks(self, indexer, inputs, published, stock):
         """Compare the block choices by their maxima; returns our blocks as SGLang's publish."""
@@ -172,8 +204,13 @@ class Probe:
             stats[SAME] = torch.minimum(stats[SAME], share.amin())
             worst = published.rows.lens[at][overlap.argmin()].double()
             stats[LONGEST] = torch.where(overlap.amin() < stats[OVERLAP], worst, stats[LONGEST])
+            if mode != "extend":
+                kernel = self.kernel_picks[at].long()
+                held = ((b[:, :, None] == kernel[:, None, :]).any(2) & picked_b).sum(1) / count.clamp_min(1)
+                stats[KERNEL] = torch.minimum(stats[KERNEL], torch.where(live, held, 1.0).double().amin())
             if mode == "source":
-                self.compare_with_best(stats, published, at, scores_a, scores_b, picked_a, picked_b)
+                scores_k = paged_index_logits(queries[at], keys, kernel)
+                self.compare_with_best(stats, published, at, scores_a, scores_k, picked_a, kernel >= 0)
             stats[OVERLAP] = torch.minimum(stats[OVERLAP], overlap.amin())
             stats[GAP] = torch.maximum(stats[GAP], gap.amax())
             stats[SHORT] += (live & (picked_a.sum(1) != count)).sum()
@@ -220,6 +257,7 @@ class Probe:
                 "missed": values[MISSED],
                 "stock_missed": values[STOCK_MISSED],
                 "longest": int(values[LONGEST]),
+                "kernel": values[KERNEL],
             }
         partial = f"{self.path}.partial"
         with open(partial, "w") as file:
