@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from scripts.bench_kernels import PAGE_SLOTS, Case, graph_of, sample
-from scripts.results import ResultFile
+from sglang_dsv41.bench.kernel_cases import Case, graph_of, sample
+from sglang_dsv41.bench.kernels import PAGE_SLOTS
+from sglang_dsv41.bench.results import ResultFile
 from sglang_dsv41.kernels.scoring import ScoringConfig, paged_index_logits
 
 TILES_AND_WARPS = ((32, 2), (64, 4), (128, 8))

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scripts.results import ResultFile
+from sglang_dsv41.bench.results import ResultFile
 from sglang_dsv41.kernels.scoring import _paged_logits_kernel as kernel
 from tests.kernels.compile_worker import SCORING, pointer_of
 

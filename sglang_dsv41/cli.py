@@ -19,6 +19,7 @@ commands:
   run MODULE [ARGS...]  run an SGLang program that loads no plugins itself, with the plugins loaded
   doctor                say whether this machine, SGLang and model will work, and why not
   try                   serve the small model, or run the indexer on the CPU where there is no GPU
+  bench                 measure kernels and a server beside SGLang's, draw and compare the results
   model                 write a small random-weight DeepSeek-V4.1 model
 
 `dsv41-sparse COMMAND --help` describes each, `dsv41-sparse --version` names this release. A server needs none of them:
@@ -43,7 +44,12 @@ examples:
 
 # Tells the runner, in this process and in each that it spawns, what to run.
 RUN_MODULE = "_DSV41_SPARSE_RUN_MODULE"
-COMMANDS = {"doctor": "sglang_dsv41.doctor", "try": "sglang_dsv41.trial", "model": "sglang_dsv41.models"}
+COMMANDS = {
+    "doctor": "sglang_dsv41.doctor",
+    "try": "sglang_dsv41.trial",
+    "bench": "sglang_dsv41.bench",
+    "model": "sglang_dsv41.models",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,25 +1,16 @@
-"""The measuring logic of scripts/bench_server.py and scripts/results.py, on engines with a known speed."""
+"""`dsv41-sparse bench server` and its result file, on engines with a known speed."""
 
-import importlib.util
+import contextlib
 import json
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from sglang_dsv41.bench import results
+from sglang_dsv41.bench import server as bench_server
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-def load(name):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-results = load("results")
-bench_server = load("bench_server")
 Case, Bench, Prompt = bench_server.Case, bench_server.Bench, bench_server.Prompt
 
 
@@ -203,6 +194,93 @@ def test_table_has_a_line_for_each_case(tmp_path):
         "| sparse_logits 8x131072 | us | 310 | 31 | 10 |",
         "| alone | us | - | 31 | - |",
     ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": 3}', '{"rows": [{"case": "x"}]}'])
+def test_other_files_are_refused(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(results.ResultError, match="r.json is no"):
+        results.read(tmp_path / "r.json")
+    with pytest.raises(results.ResultError, match="cannot be read"):
+        results.read(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    "argv, command",
+    [
+        (
+            ["dsv41-sparse", "bench", "server", "--cases", "decode 8x2048"],
+            "dsv41-sparse bench server --cases 'decode 8x2048'",
+        ),
+        (["/opt/venv/bin/dsv41-sparse", "bench", "server"], "dsv41-sparse bench server"),
+        ([str(SCRIPTS / "bench_server.py"), "--quick"], "python scripts/bench_server.py --quick"),
+        (["/elsewhere/measure.py"], "python measure.py"),
+    ],
+)
+def test_command_is_one_that_anyone_can_run(argv, command):
+    assert results.command_line(argv) == command
+
+
+def test_commit_is_that_of_the_package_only(tmp_path):
+    """An environment inside another repository: that one's commit says nothing of the package."""
+    package = tmp_path / "sglang_dsv41/__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    (tmp_path / "other.txt").write_text("")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
+
+    def commit(*paths):
+        for command in (["init", "-q"], ["add", *paths], ["commit", "-q", "-m", "x"]):
+            subprocess.run([*git, *command], check=True)
+
+    commit("other.txt")
+    assert results.commit_of(tmp_path) == "unknown"
+    commit("sglang_dsv41")
+    assert len(results.commit_of(tmp_path)) == 40
+    package.write_text("changed")
+    assert results.commit_of(tmp_path).endswith("-dirty")
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Stands in for the GPU and the two engine processes; what the engines would have been started with."""
+    started = {}
+
+    @contextlib.contextmanager
+    def engine_pair(options, arguments, say):
+        started.update(arguments)
+        say("up")
+        yield FakeEngine("stock"), FakeEngine("ours", step=2e-3)
+
+    monkeypatch.setattr(bench_server, "engine_pair", engine_pair)
+    monkeypatch.setattr(bench_server.machine, "require_gpu", lambda needed: None)
+    monkeypatch.setattr(bench_server.machine, "require_sglang", lambda: None)
+    monkeypatch.setattr(bench_server.signal, "signal", lambda *_: None)
+    return started
+
+
+def test_a_whole_run(engines, tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    out = tmp_path / "server.json"
+    argv = ["--cases", "decode 8x2048", "decode 9999x2048", "decode 2x2048", "--rounds", "2", "--out", str(out)]
+    assert bench_server.main(argv) == 1  # a case that does not fit
+    content = json.loads(out.read_text())
+    assert content["command"].startswith("dsv41-sparse bench server --cases 'decode 8x2048'")
+    assert [(row["case"], row["ratio"]) for row in content["rows"]] == [("decode 8x2048", 2.0), ("decode 2x2048", 2.0)]
+    printed = capsys.readouterr()
+    table = printed.out[printed.out.index("| case |") :].splitlines()
+    assert table[0] == "| case | unit | stock | ours | ratio |" and len(table) == 4
+    assert "not measured: case decode 9999x2048 needs" in printed.err
+    assert Path(engines["model_path"]).name == "tiny"
+
+
+def test_the_script_is_the_same_command(engines, tmp_path):
+    pytest.importorskip("tqdm")
+    out = tmp_path / "sub/server.json"
+    argv = ["--quick", "--cases", "decode 2x2048", "--model", "m"]
+    assert bench_server.main(argv, program=[str(SCRIPTS / "bench_server.py")], out=out) == 0
+    assert json.loads(out.read_text())["command"].startswith("python scripts/bench_server.py --quick")
+    assert engines["model_path"] == "m"
 
 
 def test_streams_are_the_same_everywhere_and_distinct():

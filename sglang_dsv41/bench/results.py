@@ -7,6 +7,8 @@
 `add` writes the file at once, so that a run that is cut off leaves its finished cases. Needs no GPU library.
 """
 
+from __future__ import annotations
+
 import datetime
 import importlib.metadata
 import json
@@ -18,11 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = "unknown"
 # Units in which a smaller value is better; in all others a larger one is.
 TIMES = ("us", "ms", "s")
 PACKAGES = ("sglang", "torch", "triton")
+
+
+class ResultError(ValueError):
+    """A file that is no result file, or not the right one; the message is for the user."""
 
 
 def make_row(case: str, unit: str, *, stock: Sequence[float], ours: Sequence[float], **extra) -> dict:
@@ -42,8 +48,28 @@ def make_row(case: str, unit: str, *, stock: Sequence[float], ours: Sequence[flo
     return row
 
 
+def read(path: Path | str) -> dict:
+    """The content of a result file.
+
+    Raises:
+        ResultError: there is none at `path`.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ResultError(f"{path} is no JSON file: {error}") from None
+    rows = content.get("rows") if isinstance(content, dict) else None
+    keys = {"case", "unit", "stock", "ours", "ratio"}
+    if not isinstance(rows, list) or any(not isinstance(row, dict) or not keys <= set(row) for row in rows):
+        raise ResultError(f"{path} is no result file: it needs `rows`, each with {', '.join(sorted(keys))}")
+    return content
+
+
 class ResultFile:
-    """The rows of one run, kept equal to the file at `path`."""
+    """The rows of one run, kept equal to the file at `path`. `argv` is the command: a script or a program, then its
+    arguments."""
 
     def __init__(self, path: Path | str, name: str, *, argv: Sequence[str] | None = None, commit: str | None = None):
         self.path = Path(path)
@@ -85,8 +111,11 @@ class ResultFile:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as a user would type it in the repository."""
-    script = Path(argv[0]).resolve()
+    """The command as a user would type it: a script in the repository, a program by its name."""
+    program = Path(argv[0])
+    if program.suffix != ".py":
+        return shlex.join([program.name, *argv[1:]])
+    script = program.resolve()
     name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
     return shlex.join(["python", name, *argv[1:]])
 
@@ -110,10 +139,14 @@ def version_of(package: str) -> str:
 
 def commit_of(folder: Path) -> str:
     """The commit of a checkout, marked where tracked files differ from it; "unknown" outside one."""
-    commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    git = ["git", "-C", str(folder)]
+    # An installed package may lie in an environment inside some other repository.
+    if not _output([*git, "ls-files", "--", "sglang_dsv41/__init__.py"]):
+        return UNKNOWN
+    commit = _output([*git, "rev-parse", "HEAD"])
     if not commit:
         return UNKNOWN
-    changed = _output(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no", "--", "sglang_dsv41"])
+    changed = _output([*git, "status", "--porcelain", "--untracked-files=no", "--", "sglang_dsv41"])
     return commit + ("-dirty" if changed else "")
 
 
