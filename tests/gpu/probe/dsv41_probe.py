@@ -6,8 +6,9 @@ published: which of two equal blocks is published is a free choice, and would ch
 In decode and verify SGLang's picks are the exact top-k of its own scores. Its kernel is no oracle: for few rows past 32,768
 positions it takes a cluster of thread blocks, which keep no more than 2048 of the scores in the cut's bin, a sixteenth of an
 octave wide (`TopKCluster` in SGLang's `topk_impl.cuh` says so); scores of random weights crowd there.
-Put this folder on PYTHONPATH and set DSV41_PROBE_OUT to a file; it is rewritten at the start of every extend. One JSON
-object for each of source, decode, verify and extend:
+Put this folder on PYTHONPATH and set DSV41_PROBE_OUT to a file; it is rewritten at the start of every extend. `{rank}` in
+its name is the process's TP rank: of several ranks each writes a file of its own. One JSON object for each of source,
+decode, verify and extend:
 
     calls    passes that ran, graph replays included
     rows     live rows compared
@@ -23,6 +24,9 @@ object for each of source, decode, verify and extend:
              and those of SGLang's kernel, in the same units
     kernel   decode and verify: smallest share of the exact picks that SGLang's kernel holds
     longest  visible positions of the row with the smallest overlap
+
+and `digests`: for each index layer and mode a hash of all its selections so far, step by step, whatever their order in a
+row: pool slots in decode and verify, positions in extend. Ranks that do the same work on the same pages have the same.
 """
 
 import json
@@ -50,6 +54,7 @@ class Probe:
         self.indexer = None
         self.stock_published = {}
         self.kernel_picks = None
+        self.digests = {}
 
     def wrap(self, cls) -> None:
         probe = self
@@ -63,6 +68,8 @@ class Probe:
             published = publish_decode(self, inputs)
             probe.compare(self, inputs, "source", published, inputs.out_page_indices, theirs.out_page_indices)
             probe.stock_published["decode"] = probe.compare_blocks(self, inputs, published, stock)
+            mode = "verify" if inputs.is_verify else "decode"
+            probe.digest(inputs.layer_id, mode, published, inputs.out_page_indices)
             return published
 
         def decode_consume(self, inputs, published):
@@ -71,6 +78,7 @@ class Probe:
             probe.stock.consume_decode(theirs, probe.stock_published["decode"])
             mode = "verify" if inputs.is_verify else "decode"
             probe.compare(self, inputs, mode, published, inputs.out_page_indices, theirs.out_page_indices)
+            probe.digest(inputs.layer_id, mode, published, inputs.out_page_indices)
 
         def prefill_publish(self, inputs):
             probe.prepare(self, inputs)
@@ -89,6 +97,7 @@ class Probe:
             if inputs.out_page_indices is not None:
                 probe.same_slots(inputs, ours)
             probe.compare(self, inputs, "extend", published, ours, stock)
+            probe.digest(inputs.layer_id, "extend", published, inputs.out_raw_indices)
 
         cls.publish_decode, cls.consume_decode = decode_publish, decode_consume
         cls.publish_prefill, cls.consume_prefill = prefill_publish, prefill_consume
@@ -104,6 +113,10 @@ class Probe:
         self.stats = torch.zeros((len(MODES), 12), dtype=torch.float64, device=device)
         self.stats[:, OVERLAP] = self.stats[:, SAME] = self.stats[:, KERNEL] = 1.0
         geometry = indexer.geometry
+        # All of them now: what is allocated while a graph is captured belongs to the graph.
+        for layer in (geometry.source_layer, *geometry.consumer_layers):
+            for mode in MODES[1:]:
+                self.digests[layer, mode] = torch.zeros((), dtype=torch.int64, device=device)
         dense_blocks.select_decode = self.exact(dense_blocks.select_decode)
         self.stock = dense_blocks.DenseBlocksBackend(
             token_to_kv_pool=indexer.token_to_kv_pool,
@@ -232,6 +245,17 @@ class Probe:
             off = torch.where(ordered == best, 0, (best - ordered) / largest)
             stats[place] = torch.maximum(stats[place], off.amax().double())
 
+    def digest(self, layer: int, mode: str, published, picks) -> None:
+        import torch
+
+        lens = published.rows.lens
+        picks = picks[: lens.shape[0]].long()
+        mixed = (picks ^ (picks << 17)) * 0x9E3779B97F4A7C1
+        mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B
+        row = torch.arange(1, lens.shape[0] + 1, device=lens.device)
+        step = torch.where(lens > 0, mixed.sum(1) * row, 0).sum()
+        self.digests[layer, mode].mul_(1000003).add_(step)
+
     def same_slots(self, inputs, ours) -> None:
         """The slots that an extend wrote are those of the positions it wrote."""
         rows = ours.shape[0]
@@ -259,10 +283,16 @@ class Probe:
                 "longest": int(values[LONGEST]),
                 "kernel": values[KERNEL],
             }
-        partial = f"{self.path}.partial"
+        report["digests"] = {f"{mode} {layer}": int(value) for (layer, mode), value in self.digests.items()}
+        path = self.path
+        if "{rank}" in path:
+            from sglang.srt.runtime_context import get_parallel
+
+            path = path.replace("{rank}", str(get_parallel().tp_rank))
+        partial = f"{path}.partial"
         with open(partial, "w") as file:
             json.dump(report, file)
-        os.replace(partial, self.path)
+        os.replace(partial, path)
 
 
 def with_outputs(inputs):
