@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
 from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
 from sglang.srt.layers.attention.dsv4.v41_indexer.full_topk import FullTopKIndexer
-from sglang.srt.runtime_context import attention_backends, get_schedule, max_speculative_num_draft_tokens
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_parallel,
+    get_schedule,
+    max_speculative_num_draft_tokens,
+)
 
 from . import BACKEND_NAME, envs, requirements
 from .geometry import CandidateGeometry
@@ -63,9 +69,28 @@ class SparseCandidates:
             self.row_buffers.rows_per_pass,
         )
 
+    @property
+    def low_ratio_prefill_graph(self) -> bool:
+        """Whether index layers keep their place in a prefill graph: as SGLang's, which asks for its own class, and where our
+        prefill candidates hand the graph's calls to that class (SM100)."""
+        ours = getattr(self, "candidate_indexer", None)
+        if ours is None or self.prefill_candidates is not ours:
+            return super().low_ratio_prefill_graph
+        return bool(self.low_ratios) and ours.serves_prefill_graph
+
 
 class Dsv41SparseAttnBackend(SparseCandidates, DeepseekV4AttnBackend):
     """``--attention-backend dsv41-sparse`` over SGLang's FlashMLA DeepSeek-V4 attention."""
+
+
+def stock_candidates(original: Callable[..., tuple[Any, Any]], **arguments: Any) -> tuple[Any, Any]:
+    """SGLang's (prefill, decode) candidate objects: what ``original`` makes of ``arguments``, but the dense ones past compute
+    capability 10.x, where it would make those of SM100 and end the start."""
+    if (requirements.device_facts().get("capability") or (0, 0))[0] <= 10:
+        return original(**arguments)
+    del arguments["page_size"]
+    dense = DenseBlocksBackend(**arguments, use_deep_gemm_prefill=False)
+    return dense, dense
 
 
 def extend_scorers(
@@ -99,7 +124,9 @@ def extend_scorers(
 
 def allocate_rows(backend: Any, geometry: CandidateGeometry) -> RowBuffers:
     """Row buffers for the server's own limits: its requests, draft tokens, prefill chunk and context."""
-    requests = backend.req_to_token.shape[0]
+    # SGLang captures and pads decode batches to whole attention-TP groups, past its own limit of requests too.
+    group = get_parallel().attn_tp_size
+    requests = -(-backend.req_to_token.shape[0] // group) * group
     # Adaptive speculation may verify more draft tokens later than it starts with.
     decode_rows = requests * (max_speculative_num_draft_tokens() or 1)
     # A mixed chunk adds the running requests' rows.

@@ -32,6 +32,13 @@ def kernel_block_of(block_size: int) -> int:
     )
 
 
+def _whole(name: str, value: Any) -> int:
+    """``value`` of the config field ``name``; anything but a whole number is refused, and is never rounded to one."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise GeometryError(f"{name} has {value!r:.80}; it must be a whole number")
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class CandidateGeometry:
     """What a row's candidates look like, in positions, blocks and columns.
@@ -83,20 +90,26 @@ class CandidateGeometry:
             GeometryError: the model has no two-level scheme, or one that does not fit together.
         """
 
-        def read(name: str, default: Any) -> Any:
-            value = getattr(config, name, default)
-            return default if value is None else value
+        def number(name: str, default: int = 0) -> int:
+            value = getattr(config, name, None)
+            return default if value is None else _whole(name, value)
 
-        topk_blocks = int(read("candidate_topk_blocks", 0))
-        block_size = int(read("candidate_block_size", 0))
-        source = int(read("candidate_source_layer_id", -1))
+        def numbers(name: str) -> list[int]:
+            values = getattr(config, name, None)
+            if values is not None and not isinstance(values, (list, tuple)):
+                raise GeometryError(f"{name} is {values!r:.80}; it must be a list of whole numbers")
+            return [_whole(name, value) for value in values or ()]
+
+        topk_blocks = number("candidate_topk_blocks")
+        block_size = number("candidate_block_size")
+        source = number("candidate_source_layer_id", -1)
         if topk_blocks <= 0 or block_size <= 0 or source < 0:
             raise GeometryError(
                 "the model configures no candidate blocks (candidate_topk_blocks="
                 f"{topk_blocks}, candidate_block_size={block_size}, candidate_source_layer_id={source})"
             )
         kernel_block_of(block_size)
-        index_sources = [int(layer) for layer in read("index_source_layer_ids", ())]
+        index_sources = numbers("index_source_layer_ids")
         if source not in index_sources:
             raise GeometryError(
                 f"candidate_source_layer_id {source} is not one of index_source_layer_ids {index_sources}"
@@ -107,19 +120,18 @@ class CandidateGeometry:
                 f"no index source layer follows candidate source {source} (index_source_layer_ids {index_sources}): "
                 "no layer would consume the candidates"
             )
-        ratios = list(read("compress_ratios", ()))
+        ratios = numbers("compress_ratios")
         if max(consumers) >= len(ratios):
             raise GeometryError(
                 f"compress_ratios names {len(ratios)} layers, but index source {max(consumers)} lies past them"
             )
-        used = {int(ratios[layer]) for layer in (source, *consumers)}
+        used = {ratios[layer] for layer in (source, *consumers)}
         if len(used) != 1 or not used <= {1, 2}:
             raise GeometryError(
                 f"source {source} and consumers {list(consumers)} have compress ratios {sorted(used)}; they must share "
                 "one ratio, 1 or 2, because they share one schedule of positions"
             )
-        kv_sources = [int(layer) for layer in read("kv_source_layer_ids", ())]
-        between = [layer for layer in kv_sources if source < layer <= max(consumers)]
+        between = [layer for layer in numbers("kv_source_layer_ids") if source < layer <= max(consumers)]
         if between:
             raise GeometryError(
                 f"kv source layers {between} lie between candidate source {source} and its last consumer "
@@ -128,9 +140,9 @@ class CandidateGeometry:
         return cls(
             topk_blocks=topk_blocks,
             block_size=block_size,
-            topk=int(read("index_topk", 0)),
-            heads=int(read("index_n_heads", 0)),
-            head_dim=int(read("index_head_dim", 0)),
+            topk=number("index_topk"),
+            heads=number("index_n_heads"),
+            head_dim=number("index_head_dim"),
             ratio=used.pop(),
             source_layer=source,
             consumer_layers=consumers,

@@ -8,7 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.layers.attention.dsv4.v41_indexer.scoring import prefill_index_plan
-from sglang.srt.layers.attention.dsv4.v41_indexer.types import DecodeInputs, PrefillInputs
+from sglang.srt.layers.attention.dsv4.v41_indexer.sparse_table import SparseTableBackend
+from sglang.srt.layers.attention.dsv4.v41_indexer.types import (
+    CandidateMetadata,
+    CapturedPrefillInputs,
+    DecodeInputs,
+    PrefillInputs,
+)
 
 from .geometry import CandidateGeometry
 from .kernels import KernelSet, PagedKeys
@@ -111,6 +117,30 @@ class SparseCandidateIndexer:
             self._select_prefill(inputs, publish=False)
         else:
             self.full_topk.topk_prefill(inputs)
+
+    # ---- prefill graph ----
+
+    @property
+    def serves_prefill_graph(self) -> bool:
+        """Whether the calls of a prefill graph can be served: SGLang's own object serves them, where it scores the extend
+        (SM100)."""
+        return isinstance(self.prefill_source, SparseTableBackend)
+
+    def publish_prefill_graph(self, inputs: PrefillInputs, num_rows: int, table: tuple | None) -> None:
+        """A source's eager break; fills ``table``, or makes one."""
+        self.prefill_source.publish_prefill_graph(inputs, num_rows, table)
+
+    def prefill_graph_table(self, layer_id: int, num_rows: int) -> tuple | None:
+        """The buffers that a source's break fills and the captured consumers read, None before there are any."""
+        return self.prefill_source.prefill_graph_table(layer_id, num_rows)
+
+    def bind_prefill_graph_table(self, tensors: tuple) -> CandidateMetadata:
+        """What the captured consumers are given."""
+        return self.prefill_source.bind_prefill_graph_table(tensors)
+
+    def consume_prefill_captured(self, inputs: CapturedPrefillInputs, published: CandidateMetadata | None) -> None:
+        """A consumer inside the graph."""
+        self.prefill_source.consume_prefill_captured(inputs, published)
 
     # ---- shared ----
 

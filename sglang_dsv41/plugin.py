@@ -80,6 +80,7 @@ def _register() -> None:
     after_import("sglang.srt.speculative.draft_utils", _patch_draft_maps)
     after_import("sglang.srt.model_executor.model_runner_components.attention_backend_setup", _patch_phase_split)
     after_import("sglang.srt.model_executor.runner.decode_cuda_graph_runner", _patch_graph_variants)
+    after_import("sglang.srt.layers.attention.deepseek_v4_backend", _patch_candidate_objects)
 
 
 def _patch_cp_kind(module: ModuleType) -> None:
@@ -142,6 +143,24 @@ def _patch_graph_variants(module: ModuleType) -> None:
         return graph_variants.short_context_variants(model_runner, capture_forward_mode)
 
     module.create_dsv41_candidate_graph_variants = create_dsv41_candidate_graph_variants
+
+
+def _patch_candidate_objects(module: ModuleType) -> None:
+    """Past compute capability 10.x SGLang makes the candidate objects of SM100, which refuse to be made there: in a server
+    of ours the target and its draft get those that need no DeepGEMM."""
+    original = module.make_candidate_indexer
+
+    @functools.wraps(original)
+    def make_candidate_indexer(**arguments: Any) -> Any:
+        from sglang.srt.runtime_context import attention_backends
+
+        if NAME not in attention_backends():
+            return original(**arguments)
+        from . import backend
+
+        return backend.stock_candidates(original, **arguments)
+
+    module.make_candidate_indexer = make_candidate_indexer
 
 
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:

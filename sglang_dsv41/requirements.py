@@ -16,6 +16,8 @@ from .kernels import KERNEL_SETS, kernel_set_name
 BACKEND = f"--attention-backend {BACKEND_NAME}"
 # SGLang's DeepSeek-V4 attention metadata asserts one of these, at its first step.
 INDEX_TOPKS = (512, 1024)
+# The portable scoring kernel holds a tile of all heads in registers.
+MAX_HEADS = 128
 # DeepGEMM: kernel blocks a row, and bytes a page stride must be a multiple of.
 DEEPGEMM_MAX_BLOCKS = 4096
 DEEPGEMM_STRIDE = 512
@@ -139,12 +141,12 @@ def _model(facts: EngineFacts) -> list[Unmet]:
                 "Use a released checkpoint's config.",
             )
         )
-    if geometry.heads < 16 or geometry.heads & (geometry.heads - 1):
+    if not 16 <= geometry.heads <= MAX_HEADS or geometry.heads & (geometry.heads - 1):
         failures.append(
             Unmet(
                 "index heads",
                 f"index_n_heads {geometry.heads}",
-                "a power of two, at least 16 (the tile of the scoring kernels)",
+                f"a power of two, at least 16 and at most {MAX_HEADS} (the tile of the scoring kernels)",
                 "Use a released checkpoint's config.",
             )
         )

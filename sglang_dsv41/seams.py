@@ -71,6 +71,7 @@ _POOL = "DeepSeekV4TokenToKVPool"
 _EXECUTOR = "sglang.srt.model_executor"
 _SETUP = f"{_EXECUTOR}.model_runner_components.attention_backend_setup"
 _SHORT = "capture decode graphs for short contexts"
+_PREFILL_GRAPH = "keep index layers in a prefill graph on SM100"
 
 SEAMS: tuple[Seam, ...] = (
     # Plugin.
@@ -249,7 +250,13 @@ SEAMS: tuple[Seam, ...] = (
         (),
         "know whether DeepGEMM's sparse kernels are usable",
     ),
-    Seam("sglang.srt.runtime_context", "get_parallel", "signature", (), "refuse parallel modes not supported yet"),
+    Seam(
+        "sglang.srt.runtime_context",
+        "get_parallel",
+        "signature",
+        (),
+        "refuse parallel modes not supported yet, and size buffers by the attention-TP group",
+    ),
     Seam("sglang.srt.runtime_context", "get_exec", "signature", (), "refuse two-batch overlap"),
     Seam("sglang.srt.runtime_context", "get_schedule", "signature", (), "size buffers by the prefill chunk"),
     Seam(
@@ -393,6 +400,36 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "inputs"),
         "take the source's blocks of an extend",
     ),
+    Seam(
+        f"{_INDEXER}.sparse_table",
+        "SparseTableBackend.publish_prefill_graph",
+        "signature",
+        ("self", "inputs", "num_rows", "table"),
+        _PREFILL_GRAPH,
+    ),
+    Seam(
+        f"{_INDEXER}.sparse_table",
+        "SparseTableBackend.prefill_graph_table",
+        "signature",
+        ("self", "layer_id", "num_rows"),
+        _PREFILL_GRAPH,
+    ),
+    Seam(
+        f"{_INDEXER}.sparse_table",
+        "SparseTableBackend.bind_prefill_graph_table",
+        "signature",
+        ("self", "tensors"),
+        _PREFILL_GRAPH,
+    ),
+    Seam(
+        f"{_INDEXER}.sparse_table",
+        "SparseTableBackend.consume_prefill_captured",
+        "signature",
+        ("self", "inputs", "published"),
+        _PREFILL_GRAPH,
+    ),
+    Seam(f"{_INDEXER}.types", "CapturedPrefillInputs", "attribute", (), _PREFILL_GRAPH),
+    Seam(_V4, "DeepseekV4AttnBackend.low_ratio_prefill_graph", "signature", ("self",), _PREFILL_GRAPH),
     Seam(f"{_INDEXER}.dense_blocks", "BlockIds", "fields", ("blocks",), "take the source's blocks of an extend"),
     Seam(f"{_INDEXER}.scoring", "prefill_index_plan", "signature", ("inputs",), "find each row's request in an extend"),
     Seam(
@@ -528,6 +565,43 @@ SEAMS: tuple[Seam, ...] = (
     ),
 )
 
+# What `dsv41-sparse bench kernels` times beside ours. A server needs none of it.
+_TIME = "time SGLang's Hopper kernels"
+BENCH_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        f"{_OPS}.dsv4.fp4_indexer",
+        "fp4_index_logits_paged",
+        "signature",
+        ("q", "weights", "req", "req_table", "lens", "table", "page_size", "max_len", "ratio", "candidate_mask"),
+        _TIME,
+    ),
+    Seam(
+        f"{_OPS}.dsv4.fp4_indexer",
+        "finish_paged_indexer_topk",
+        "signature",
+        ("indices", "scores", "lengths", "req", "req_table", "page_indices", "raw_indices", "ratio", "mask_scores"),
+        _TIME,
+    ),
+    Seam(f"{_OPS}.dsv4.topk", "plan_topk_v2", "signature", ("seq_lens",), _TIME),
+    Seam(
+        f"{_OPS}.dsv4.topk",
+        "topk_transform_paged_v2",
+        "signature",
+        ("scores", "seq_lens", "page_tables", "out_page_indices", "page_size", "metadata"),
+        _TIME,
+    ),
+    Seam(
+        f"{_OPS}.dsv4.candidate_blocks",
+        "amax_topk_blocks",
+        "signature",
+        ("logits", "seq_lens", "nblocks", "topk_blocks"),
+        _TIME,
+    ),
+    Seam(
+        f"{_OPS}.dsv4.candidate_blocks", "candidate_block_mask", "signature", ("blocks", "width", "block_size"), _TIME
+    ),
+)
+
 
 def installed_version() -> str | None:
     """SGLang's installed version, None if its metadata is missing."""
@@ -537,12 +611,20 @@ def installed_version() -> str | None:
         return None
 
 
-def check(seams: Iterable[Seam] | None = None) -> list[Mismatch]:
-    """Every seam that the installed SGLang does not have in the expected form; imports no SGLang module."""
-    package = importlib.util.find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        return [Mismatch("sglang", f"SGLang {SUPPORTED}", "no sglang package", "serve at all")]
-    roots = [Path(location) for location in package.submodule_search_locations]
+def check(seams: Iterable[Seam] | None = None, package: Path | None = None) -> list[Mismatch]:
+    """Every seam that SGLang does not have in the expected form; imports no SGLang module.
+
+    Args:
+        seams: the rows to check, by default all that a server needs.
+        package: folder of the ``sglang`` package to read, by default the installed one.
+    """
+    if package is not None:
+        roots = [package]
+    else:
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            return [Mismatch("sglang", f"SGLang {SUPPORTED}", "no sglang package", "serve at all")]
+        roots = [Path(location) for location in spec.submodule_search_locations]
     load = functools.cache(lambda module: _parse(module, roots))
     mismatches = []
     # Syntax trees are many objects: each would have the collector walk all that SGLang has loaded.

@@ -32,9 +32,10 @@ def _block_max_kernel(
     visible = (within[None, :] < BLOCK) & (position < length)
     logit = tl.load(logits_ptr + row * logits_stride + position, mask=visible, other=float("-inf")).to(tl.float32)
     # A visible block of NaN or -inf logits stays a block, after every other; the newest comes first.
-    lowest = -3.4028234663852886e38
-    logit = tl.where(visible & ((logit != logit) | (logit == float("-inf"))), lowest, logit)
-    key = tl.max(logit, axis=1)
+    largest = 3.4028234663852886e38
+    logit = tl.where(visible & ((logit != logit) | (logit == float("-inf"))), -largest, logit)
+    # An overflow must not tie with the newest block.
+    key = tl.minimum(tl.max(logit, axis=1), largest)
     key = tl.where((length > 0) & (block == (length - 1) // BLOCK), float("inf"), key)
     tl.store(keys_ptr + row * keys_stride + block, key, mask=block * BLOCK < width)
 
@@ -66,7 +67,9 @@ def _expand_kernel(
     kept = (block >= 0) & (block < count)
     line = table_ptr + row * table_stride
     entry = tl.load(line + tl.where(kept, block, 0) * BLOCK // TABLE_SLOTS, mask=kept, other=-1)
-    block = tl.sort(tl.where(kept & (entry >= 0), block, _INT32_MAX))
+    # An entry past the last one whose slots fit 32 bits would wrap to another page.
+    last_entry = _INT32_MAX // TABLE_SLOTS
+    block = tl.sort(tl.where(kept & (entry >= 0) & (entry <= last_entry), block, _INT32_MAX))
     kept = block < _INT32_MAX
     block = tl.where(kept, block, 0)
     room = tl.minimum(tl.maximum(length - block * BLOCK, 0), BLOCK)
@@ -78,7 +81,8 @@ def _expand_kernel(
         entry = tl.load(line + position // TABLE_SLOTS, mask=shown, other=-1)
         physical = entry * (TABLE_SLOTS // KERNEL_BLOCK) + (position % TABLE_SLOTS) // KERNEL_BLOCK
         tl.store(sparse_ptr + out + step, tl.where(shown, position // KERNEL_BLOCK, _INT32_MAX), mask=lane < TOPK)
-        tl.store(physical_ptr + out + step, tl.where(shown & (entry >= 0), physical, -1), mask=lane < TOPK)
+        physical = tl.where(shown & (entry >= 0) & (entry <= last_entry), physical, -1)
+        tl.store(physical_ptr + out + step, physical, mask=lane < TOPK)
 
 
 def block_maxima(logits: torch.Tensor, lens: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -81,11 +81,12 @@ def index_logits(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, *, rou
 
 def table_slots_of(block_table: torch.Tensor, table_slots: int, positions: torch.Tensor) -> torch.Tensor:
     """Pool slots [rows, n] int64 of request-local ``positions`` [rows, n]; -1 where the position is negative or past
-    the table line."""
+    the table line, and where the table's entry names no slot that fits 32 bits."""
     inside = (positions >= 0) & (positions < block_table.shape[1] * table_slots)
     safe = torch.where(inside, positions, 0).to(torch.int64)
     entry = block_table.to(torch.int64).gather(1, safe // table_slots)
-    return torch.where(inside & (entry >= 0), entry * table_slots + safe % table_slots, -1)
+    inside &= (entry >= 0) & (entry <= INT32_MAX // table_slots)
+    return torch.where(inside, entry * table_slots + safe % table_slots, -1)
 
 
 def choose_candidate_blocks(
@@ -97,7 +98,9 @@ def choose_candidate_blocks(
     padded = -(-width // block_size) * block_size
     position = torch.arange(padded, device=logits.device)
     scores = torch.full((rows, padded), -torch.inf, dtype=torch.float32, device=logits.device)
-    scores[:, :width] = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    # An overflow must not tie with the newest block's +inf.
+    largest = torch.finfo(torch.float32).max
+    scores[:, :width] = logits.float().nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
     scores.masked_fill_(position >= lens[:, None], -torch.inf)
     # A visible block whose scores are all NaN or -inf still counts as a block, after every other.
     keys = scores.unflatten(1, (-1, block_size)).amax(-1).clamp_min(torch.finfo(torch.float32).min)

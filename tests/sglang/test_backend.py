@@ -10,6 +10,8 @@ pytest.importorskip("sglang")
 
 from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlocksBackend
 from sglang.srt.layers.attention.dsv4.v41_indexer.full_topk import FullTopKIndexer
+from sglang.srt.model_executor.runner import base_cuda_graph_runner
+from sglang.srt.runtime_context import get_context, get_exec
 
 from sglang_dsv41 import backend
 from sglang_dsv41.kernels import kernel_set_class, kernel_set_name
@@ -19,8 +21,9 @@ from tests.candidates import RELEASED
 @pytest.fixture
 def limits(monkeypatch):
     """SGLang's settings; 32 requests of 1,048,576 tokens and a few more, as it reserves them."""
-    made = types.SimpleNamespace(chunked_prefill_size=8192, draft_tokens=None)
+    made = types.SimpleNamespace(chunked_prefill_size=8192, draft_tokens=None, attn_tp_size=1)
     monkeypatch.setattr(backend, "get_schedule", lambda: made)
+    monkeypatch.setattr(backend, "get_parallel", lambda: made)
     monkeypatch.setattr(backend, "max_speculative_num_draft_tokens", lambda: made.draft_tokens)
     monkeypatch.delenv("DSV41_SPARSE_SCRATCH_MB", raising=False)
     made.backend = types.SimpleNamespace(
@@ -43,6 +46,31 @@ def test_buffers_hold_the_most_draft_tokens(limits):
     """Adaptive speculation captures graphs of more draft tokens than it starts with."""
     limits.draft_tokens = 512
     assert backend.allocate_rows(limits.backend, RELEASED).max_rows == 33 * 512
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("drafts", [1, 6])
+def test_buffers_hold_every_batch_that_sglang_captures(limits, group, drafts):
+    """SGLang rounds its limit of requests up to whole attention-TP groups before it captures; a small chunk hides nothing."""
+    limits.chunked_prefill_size, limits.draft_tokens, limits.attn_tp_size = 64, drafts, group
+    for size in (1, 33, 250, 256):
+        pool = torch.empty(size + 1, 4096, dtype=torch.int32, device="meta")
+        runner = types.SimpleNamespace(server_args=None, req_to_token_pool=types.SimpleNamespace(size=size))
+        graphs = types.SimpleNamespace(decode=types.SimpleNamespace(bs=[*range(8, 513, 8)]))
+        with (
+            get_context().override_server_args(
+                tp_size=2 * group, attn_dp_size=2, enable_dp_attention=True, device="cpu"
+            ),
+            get_exec().graph.override(cuda_graph_config=graphs),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(base_cuda_graph_runner.DllmConfig, "from_server_args", lambda _: None)
+            captured, _ = base_cuda_graph_runner.get_batch_sizes_to_capture(
+                runner, drafts, gathered_buffer_required=True
+            )
+        assert captured[-1] == -(-size // group) * group
+        limits.backend.req_to_token = pool
+        assert backend.allocate_rows(limits.backend, RELEASED).max_rows >= captured[-1] * drafts
 
 
 @pytest.mark.parametrize("ratios,width", [((1, 2), 4097 * 256), ((1,), 4097 * 256), ((2,), 4097 * 128)])

@@ -51,7 +51,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def test_installed_sglang_fits():
-    assert [str(mismatch) for mismatch in seams.check()] == []
+    assert [str(mismatch) for mismatch in seams.check(seams.SEAMS + seams.BENCH_SEAMS)] == []
 
 
 def test_check_imports_no_sglang():
@@ -119,20 +119,21 @@ def test_missing_sglang_is_a_mismatch(monkeypatch):
 TOOLS = ("doctor.py", "trial.py", "models.py")
 
 
-def sglang_imports():
-    """(file, module, name) of each SGLang name that a server with our backend imports."""
+def sglang_imports(bench):
+    """(file, module, name) of each SGLang name that a server with our backend, or the benchmark, imports."""
     root = pathlib.Path(sglang_dsv41.__file__).parent
-    for path in sorted(set(root.rglob("*.py")) - {root / name for name in TOOLS}):
+    measuring = set((root / "bench").glob("*.py"))
+    for path in sorted(measuring if bench else set(root.rglob("*.py")) - {root / name for name in TOOLS} - measuring):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang" and not node.level:
                 for alias in node.names:
                     yield path.name, node.module, alias.name
 
 
-def test_table_names_everything_that_a_server_imports():
-    rows = {(row.module, row.name.split(".")[0]) for row in seams.SEAMS}
-    modules = {row.module for row in seams.SEAMS}
-    missing = [
-        item for item in sglang_imports() if (item[1], item[2]) not in rows and f"{item[1]}.{item[2]}" not in modules
-    ]
-    assert missing == []
+@pytest.mark.parametrize("table, bench", [(seams.SEAMS, False), (seams.BENCH_SEAMS, True)], ids=["server", "bench"])
+def test_table_names_everything_that_is_imported(table, bench):
+    rows = {(row.module, row.name.split(".")[0]) for row in table}
+    modules = {row.module for row in table}
+    imports = list(sglang_imports(bench))
+    missing = [item for item in imports if (item[1], item[2]) not in rows and f"{item[1]}.{item[2]}" not in modules]
+    assert imports and missing == []

@@ -72,6 +72,11 @@ LACKING = {
         {"geometry": geometry(heads=8)},
         ("index heads", "index_n_heads 8", "at least 16", "released checkpoint's config"),
     ),
+    "256 heads": (
+        HOPPER,
+        {"geometry": geometry(heads=256)},
+        ("index heads", "index_n_heads 256", "at most 128", "released checkpoint's config"),
+    ),
     "old GPU": (
         HOPPER,
         {"capability": (7, 5)},
