@@ -44,6 +44,8 @@ class SparseCandidates:
         # Either phase may be left to SGLang: --prefill-attention-backend and --decode-attention-backend.
         prefill, decode = (name == BACKEND_NAME for name in attention_backends())
         prefill_source, full_topk = extend_scorers(self, kernels, geometry, ours=prefill and envs.dense_extend())
+        if prefill_source is None:
+            kernels.prepare_extend()
         self.candidate_indexer = SparseCandidateIndexer(
             geometry=geometry,
             kernels=kernels,

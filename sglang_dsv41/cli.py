@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
-from . import __version__
+from . import __version__, seams
 
 USAGE = """\
 usage: dsv41-sparse COMMAND [ARGS...]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if argv else 2
     command, rest = argv[0], argv[1:]
     if command == "--version":
-        print(f"sglang-dsv41 {__version__}")
+        print(f"sglang-dsv41 {__version__} for SGLang {seams.SUPPORTED}")
         return 0
     if command == "run":
         return run(rest)

@@ -7,11 +7,13 @@ KERNELS = "DSV41_SPARSE_KERNELS"
 SCRATCH_MB = "DSV41_SPARSE_SCRATCH_MB"
 DEBUG = "DSV41_SPARSE_DEBUG"
 DENSE_EXTEND = "DSV41_SPARSE_DENSE_EXTEND"
+EXTEND_MB = "DSV41_SPARSE_EXTEND_MB"
 SHORT_GRAPHS = "DSV41_SPARSE_SHORT_GRAPHS"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 DEFAULT_SCRATCH_MB = 256
+DEFAULT_EXTEND_MB = 1024
 
 
 def _flag(name: str) -> bool:
@@ -49,15 +51,25 @@ def forced_kernels() -> str | None:
     return os.environ.get(KERNELS, "").strip() or None
 
 
-def scratch_bytes() -> int:
-    """Budget in bytes of each logits scratch buffer (dense and compact)."""
-    value = os.environ.get(SCRATCH_MB, "").strip()
+def _mebibytes(name: str, default: int) -> int:
+    """A budget in MiB, as bytes."""
+    value = os.environ.get(name, "").strip()
     if not value:
-        return DEFAULT_SCRATCH_MB << 20
+        return default << 20
     try:
         megabytes = int(value)
     except ValueError:
         megabytes = 0
     if megabytes < 1:
-        raise ValueError(f"{SCRATCH_MB}={value!r} is not a positive whole number of MiB; for example {SCRATCH_MB}=256")
+        raise ValueError(f"{name}={value!r} is not a positive whole number of MiB; for example {name}={default}")
     return megabytes << 20
+
+
+def scratch_bytes() -> int:
+    """Budget in bytes of each logits scratch buffer (dense and compact)."""
+    return _mebibytes(SCRATCH_MB, DEFAULT_SCRATCH_MB)
+
+
+def extend_bytes() -> int:
+    """Budget in bytes of a tile of an extend that DeepGEMM scores: logits and block maxima."""
+    return _mebibytes(EXTEND_MB, DEFAULT_EXTEND_MB)

@@ -156,6 +156,8 @@ class SparseCandidateIndexer:
         select = kernels.publish if publish else kernels.select_visible
         for tile, logits in kernels.dense_logits_tiles(queries, keys, rows):
             select(logits, rows, tile, inputs.out_page_indices, inputs.out_raw_indices)
+            # A set may make each tile anew: this one must not outlive its turn.
+            del logits
         return rows
 
     def _consume(self, inputs, schedule: CandidateSchedule, mode: str, *, out_positions, out_slots) -> None:
@@ -200,7 +202,7 @@ class SparseCandidateIndexer:
         )
 
     def _decode_rows(self, inputs: DecodeInputs, scheduled: bool = True) -> SparseRows:
-        metadata = inputs.paged_metadata
+        metadata, keys = inputs.paged_metadata, self._keys(inputs)
         return self.buffers.rows(
             inputs.positions,
             ratio=inputs.compress_ratio,
@@ -210,6 +212,7 @@ class SparseCandidateIndexer:
             paged_metadata=metadata,
             is_verify=inputs.is_verify,
             scheduled=scheduled,
+            pool_slots=keys.pool.shape[0] * keys.page_slots,
         )
 
     def _prefill_rows(self, inputs: PrefillInputs, scheduled: bool = True) -> SparseRows | None:
@@ -221,6 +224,7 @@ class SparseCandidateIndexer:
                 return None
             if plans is not None:
                 plans[inputs.compress_ratio] = plan
+        keys = self._keys(inputs)
         return self.buffers.rows(
             inputs.positions,
             ratio=inputs.compress_ratio,
@@ -230,6 +234,7 @@ class SparseCandidateIndexer:
             request_starts=plan.request_starts,
             rows_per_request=inputs.rows_per_request,
             scheduled=scheduled,
+            pool_slots=keys.pool.shape[0] * keys.page_slots,
         )
 
 

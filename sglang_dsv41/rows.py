@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 # Compact and dense logits rows start on 128 B, which the selection kernels' vector loads rely on.
 ROW_ALIGN_BYTES = 128
+MAX_SLOTS = 1 << 31  # slots are 32-bit
 
 
 @dataclasses.dataclass
@@ -28,6 +29,7 @@ class SparseRows:
         lens: [rows] int32, visible compressed positions, ``(token position + 1) // ratio``.
         block_table: [rows, pages] int32, SGLang's page table, one line a row.
         table_slots: positions that one entry of ``block_table`` covers.
+        pool_slots: slots of the pool that ``block_table`` names; an entry past them names none, and gives -1.
         sparse_indices: [rows, kernel blocks] int32, logical kernel blocks, ascending, INT32_MAX padded.
         physical_blocks: [rows, kernel blocks] int32, the same blocks as pool slot // kernel block, -1 padded.
         end: [rows] int32, valid columns of the row's compact logits.
@@ -54,6 +56,7 @@ class SparseRows:
     rows_per_request: list[int] | None = None
     paged_metadata: Any | None = None
     kernel_metadata: Any | None = None
+    pool_slots: int = MAX_SLOTS
 
     @property
     def num_rows(self) -> int:
@@ -90,6 +93,7 @@ class RowBuffers:
     ) -> None:
         self.geometry = geometry
         self.device = torch.device(device)
+        self.max_context = max_context
         row_bytes = row_stride(geometry.columns, 2) * 2
         self.rows_per_pass = max(1, min(max_rows, scratch_bytes // row_bytes))
         dense_row_bytes = row_stride(max(1, max_context), 2) * 2
@@ -168,6 +172,7 @@ class RowBuffers:
         paged_metadata: Any | None = None,
         is_verify: bool = False,
         scheduled: bool = True,
+        pool_slots: int = MAX_SLOTS,
     ) -> SparseRows:
         """The rows of one call, their lengths computed on the device without a host read.
 
@@ -179,6 +184,7 @@ class RowBuffers:
             request_rows: [rows] int, ``req_to_token`` row of each row (decode and verify).
             request_starts: [rows] int32, first flattened-K column of each row's request (extend).
             scheduled: whether the rows carry a schedule; a full top-k layer's do not, and leave the step's alone.
+            pool_slots: slots of the layer's pool; what ``block_table`` names past them gives -1.
 
         Raises:
             ValueError: the page table has fewer lines than there are rows; kernels would read past it.
@@ -222,6 +228,7 @@ class RowBuffers:
             scheduled=scheduled,
             rows_per_request=rows_per_request,
             paged_metadata=paged_metadata,
+            pool_slots=min(pool_slots, MAX_SLOTS),
         )
 
     def row_ids(self, rows: int) -> torch.Tensor:

@@ -131,6 +131,8 @@ class World:
 
     def build(self, kernel_class):
         self.kernels = kernel_class(self.geometry, self.buffers)
+        if self.dense_extend:
+            self.kernels.prepare_extend()
         self.indexer = SparseCandidateIndexer(
             geometry=self.geometry,
             kernels=self.kernels,

@@ -40,7 +40,7 @@ def _block_max_kernel(
     tl.store(keys_ptr + row * keys_stride + block, key, mask=block * BLOCK < width)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "blocks_stride", "table_stride", "table_entries"])
+@triton.jit(do_not_specialize=["num_blocks", "blocks_stride", "table_stride", "table_entries", "last_slot"])
 def _expand_kernel(
     blocks_ptr,  # [rows, num_blocks] int32, any order
     lens_ptr,  # [rows] int32
@@ -52,6 +52,7 @@ def _expand_kernel(
     blocks_stride,
     table_stride,
     table_entries,
+    last_slot,  # of the pool
     TOPK: tl.constexpr,
     TOPK_P2: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -66,10 +67,11 @@ def _expand_kernel(
     count = (length + BLOCK - 1) // BLOCK
     kept = (block >= 0) & (block < count)
     line = table_ptr + row * table_stride
-    entry = tl.load(line + tl.where(kept, block, 0) * BLOCK // TABLE_SLOTS, mask=kept, other=-1)
-    # An entry past the last one whose slots fit 32 bits would wrap to another page.
-    last_entry = _INT32_MAX // TABLE_SLOTS
-    block = tl.sort(tl.where(kept & (entry >= 0) & (entry <= last_entry), block, _INT32_MAX))
+    first = tl.where(kept, block, 0) * BLOCK
+    entry = tl.load(line + first // TABLE_SLOTS, mask=kept, other=-1).to(tl.int64)
+    # What the pool does not have; 64 bits, since in 32 an entry too large would wrap to another page.
+    kept = kept & (entry >= 0) & (entry * TABLE_SLOTS + first % TABLE_SLOTS <= last_slot)
+    block = tl.sort(tl.where(kept, block, _INT32_MAX))
     kept = block < _INT32_MAX
     block = tl.where(kept, block, 0)
     room = tl.minimum(tl.maximum(length - block * BLOCK, 0), BLOCK)
@@ -78,11 +80,11 @@ def _expand_kernel(
     for step in tl.static_range(EXPANSION):
         position = block * BLOCK + step * KERNEL_BLOCK
         shown = kept & (position < length) & (position // TABLE_SLOTS < table_entries)
-        entry = tl.load(line + position // TABLE_SLOTS, mask=shown, other=-1)
-        physical = entry * (TABLE_SLOTS // KERNEL_BLOCK) + (position % TABLE_SLOTS) // KERNEL_BLOCK
+        entry = tl.load(line + position // TABLE_SLOTS, mask=shown, other=-1).to(tl.int64)
+        slot = entry * TABLE_SLOTS + position % TABLE_SLOTS
         tl.store(sparse_ptr + out + step, tl.where(shown, position // KERNEL_BLOCK, _INT32_MAX), mask=lane < TOPK)
-        physical = tl.where(shown & (entry >= 0) & (entry <= last_entry), physical, -1)
-        tl.store(physical_ptr + out + step, physical, mask=lane < TOPK)
+        physical = tl.where(shown & (entry >= 0) & (slot <= last_slot), slot // KERNEL_BLOCK, -1)
+        tl.store(physical_ptr + out + step, physical.to(tl.int32), mask=lane < TOPK)
 
 
 def block_maxima(logits: torch.Tensor, lens: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -126,6 +128,7 @@ def expand_blocks(blocks: torch.Tensor, rows: SparseRows, tile: slice, geometry:
         blocks.stride(0),
         table.stride(0),
         table.shape[1],
+        rows.pool_slots - 1,
         TOPK=geometry.topk_blocks,
         TOPK_P2=triton.next_power_of_2(geometry.topk_blocks),
         BLOCK=geometry.block_size,

@@ -12,7 +12,7 @@ from . import IndexQueries, KernelSet, PagedKeys
 from .expansion import block_maxima, expand_blocks
 from .reference import table_slots_of, topk_columns, write_padded
 from .scoring import paged_index_logits
-from .selection import GpuSelection, map_columns
+from .selection import GpuSelection, map_columns, map_positions
 
 
 class PortableKernels(GpuSelection, KernelSet):
@@ -50,13 +50,18 @@ class PortableKernels(GpuSelection, KernelSet):
     ) -> None:
         self.calls["select_visible"] += 1
         if self._deep_select:
-            self._select_visible_on_gpu(logits, rows, tile, out_slots, out_positions)
+            # Positions first: SGLang's kernel writes slots from any page id, in 32 bits.
+            first = out_slots if out_positions is None else out_positions
+            self._select_visible_on_gpu(logits, rows, tile, None, first)
+            if out_slots is not None:
+                map_positions(first[tile, : self.geometry.topk], rows, tile, out_slots)
             return
         picks = topk_columns(logits, rows.lens[tile], self.geometry.topk).to(torch.int32)
         if out_positions is not None:
             write_padded(out_positions, tile, picks)
         if out_slots is not None:
-            write_padded(out_slots, tile, table_slots_of(rows.block_table[tile], rows.table_slots, picks))
+            slots = table_slots_of(rows.block_table[tile], rows.table_slots, picks, rows.pool_slots)
+            write_padded(out_slots, tile, slots)
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["choose_blocks"] += 1

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 import torch
 
 from ..geometry import INT32_MAX, CandidateGeometry
-from ..rows import SparseRows
+from ..rows import MAX_SLOTS, SparseRows
 from . import IndexQueries, KernelSet, PagedKeys
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Rows a reference gather dequantises at once; keeps [rows, positions, 128] small.
 GATHER_BYTES = 256 << 20
+# An overflow counts as the largest bf16: +inf would tie with the newest block, which is always a candidate.
+LARGEST_LOGIT = torch.finfo(torch.bfloat16).max
 
 
 @functools.cache
@@ -60,7 +62,7 @@ def index_logits(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, *, rou
         q: [rows, heads, 128].
         weights: [rows, heads].
         k: [rows, positions, 128] or [positions, 128], of the dtype to compute in.
-        rounding: round as SGLang's Hopper kernels do (bf16 dot, bf16 product, fp32 sum, bf16), else not at all.
+        rounding: round as SGLang's Hopper kernels do (bf16 dot, bf16 product, fp32 sum, bf16, no +inf), else not at all.
 
     Returns:
         [rows, positions] of k's dtype.
@@ -76,17 +78,19 @@ def index_logits(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, *, rou
         return (dots.relu() * weights[:, :, None]).sum(dim=1)
     dots = dots.to(torch.bfloat16).to(dtype).relu()
     products = (dots * weights[:, :, None]).to(torch.bfloat16).to(dtype)
-    return products.sum(dim=1).to(torch.bfloat16).to(dtype)
+    return products.sum(dim=1).to(torch.bfloat16).to(dtype).clamp_max(LARGEST_LOGIT)
 
 
-def table_slots_of(block_table: torch.Tensor, table_slots: int, positions: torch.Tensor) -> torch.Tensor:
+def table_slots_of(
+    block_table: torch.Tensor, table_slots: int, positions: torch.Tensor, pool_slots: int = MAX_SLOTS
+) -> torch.Tensor:
     """Pool slots [rows, n] int64 of request-local ``positions`` [rows, n]; -1 where the position is negative or past
-    the table line, and where the table's entry names no slot that fits 32 bits."""
+    the table line, and where the table's entry names no slot below ``pool_slots``."""
     inside = (positions >= 0) & (positions < block_table.shape[1] * table_slots)
     safe = torch.where(inside, positions, 0).to(torch.int64)
     entry = block_table.to(torch.int64).gather(1, safe // table_slots)
-    inside &= (entry >= 0) & (entry <= INT32_MAX // table_slots)
-    return torch.where(inside, entry * table_slots + safe % table_slots, -1)
+    slot = entry * table_slots + safe % table_slots
+    return torch.where(inside & (entry >= 0) & (slot < pool_slots), slot, -1)
 
 
 def choose_candidate_blocks(
@@ -118,13 +122,14 @@ def expand_candidate_blocks(
     block_table: torch.Tensor,
     table_slots: int,
     geometry: CandidateGeometry,
+    pool_slots: int = MAX_SLOTS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(sparse_indices, physical_blocks, end) of candidate ``blocks`` [rows, n]; see ``SparseRows``. Blocks that start
-    past ``lens``, or on a page the table does not have, are dropped."""
+    past ``lens``, or on a page that the table or the pool does not have, are dropped."""
     count = (lens + geometry.block_size - 1) // geometry.block_size
     kept = (blocks >= 0) & (blocks < count[:, None])
     first = torch.where(kept, blocks, 0).to(torch.int64) * geometry.block_size
-    kept &= table_slots_of(block_table, table_slots, first) >= 0
+    kept &= table_slots_of(block_table, table_slots, first, pool_slots) >= 0
     ids = torch.where(kept, blocks, INT32_MAX).sort(dim=1).values[:, : geometry.topk_blocks].to(torch.int64)
     room = (lens[:, None] - ids * geometry.block_size).clamp(0, geometry.block_size)
     end = torch.where(ids < INT32_MAX, room, 0).sum(dim=1)
@@ -135,7 +140,7 @@ def expand_candidate_blocks(
     sparse_indices = torch.full((blocks.shape[0], geometry.kernel_blocks), INT32_MAX, device=blocks.device)
     sparse_indices[:, : logical.shape[1]] = torch.where(visible, logical, INT32_MAX)
     first = torch.where(sparse_indices < INT32_MAX, sparse_indices * geometry.kernel_block, -1)
-    slots = table_slots_of(block_table, table_slots, first)
+    slots = table_slots_of(block_table, table_slots, first, pool_slots)
     physical = torch.where(slots >= 0, slots // geometry.kernel_block, -1)
     return sparse_indices.to(torch.int32), physical.to(torch.int32), end.to(torch.int32)
 
@@ -202,7 +207,8 @@ class ReferenceKernels(KernelSet):
         if out_positions is not None:
             write_padded(out_positions, tile, picks)
         if out_slots is not None:
-            write_padded(out_slots, tile, table_slots_of(rows.block_table[tile], rows.table_slots, picks))
+            slots = table_slots_of(rows.block_table[tile], rows.table_slots, picks, rows.pool_slots)
+            write_padded(out_slots, tile, slots)
 
     def choose_blocks(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         self.calls["choose_blocks"] += 1
@@ -211,7 +217,7 @@ class ReferenceKernels(KernelSet):
     def expand(self, blocks: torch.Tensor, rows: SparseRows, tile: slice) -> None:
         self.calls["expand"] += 1
         sparse, physical, end = expand_candidate_blocks(
-            blocks, rows.lens[tile], rows.block_table[tile], rows.table_slots, self.geometry
+            blocks, rows.lens[tile], rows.block_table[tile], rows.table_slots, self.geometry, rows.pool_slots
         )
         rows.sparse_indices[tile].copy_(sparse)
         rows.physical_blocks[tile].copy_(physical)

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from . import IndexQueries, PagedKeys
+from .reference import LARGEST_LOGIT
 
 _PAYLOAD = tl.constexpr(64)  # bytes of packed E2M1 a position
+_LARGEST = tl.constexpr(LARGEST_LOGIT)
 
 
 @triton.jit
@@ -173,10 +175,13 @@ def _paged_logits_kernel(
                 dot = _dot_fp8(base, offset, inside, f0, f1, f2, f3, PAGE_SLOTS, UPCAST) * q_scale[None, :]
             else:
                 dot = _dot_bf16(base, offset, inside, q_even, q_odd, PAGE_SLOTS, UPCAST)
-            # SGLang's rounding points: bf16(dot) -> relu -> bf16(. * weight) -> fp32 sum over heads -> bf16
+            # SGLang's rounding points: bf16(dot) -> relu -> bf16(. * weight) -> fp32 sum over heads -> bf16; an overflow
+            # is the largest bf16, since +inf would tie with the newest block
             score = tl.maximum(dot.to(tl.bfloat16).to(tl.float32), 0.0)
             score = (score * weights[None, :]).to(tl.bfloat16).to(tl.float32)
-            logit = tl.where(inside, tl.sum(score, axis=1), float("-inf"))
+            logit = tl.sum(score, axis=1)
+            logit = tl.where(logit > _LARGEST, _LARGEST, logit)  # NaN stays
+            logit = tl.where(inside, logit, float("-inf"))
             tl.store(out_ptr + row * out_stride + column, logit.to(tl.bfloat16), mask=live)
 
 
@@ -228,7 +233,8 @@ def paged_index_logits(
         keys: the index-K pool.
         table: [rows, entries] int32 with unit column stride; entry e covers pool slots ``e * table_slots`` on.
         lens: [rows] int32, at most ``entries * table_slots`` and the width of ``out``.
-        out: [rows, columns] bf16; columns past a row's length are left as they are. -inf at slots outside the pool.
+        out: [rows, columns] bf16; columns past a row's length are left as they are. -inf at slots outside the pool,
+            never +inf.
         config: how to launch.
     """
     rows, heads, head_dim = queries.q.shape

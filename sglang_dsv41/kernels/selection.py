@@ -8,7 +8,6 @@ import triton.language as tl
 
 from ..geometry import INT32_MAX, SELECT_MAX_COLUMNS, CandidateGeometry
 from ..rows import RowBuffers, SparseRows
-from .reference import table_slots_of, write_padded
 
 _INT32_MAX = tl.constexpr(INT32_MAX)
 
@@ -81,6 +80,53 @@ def map_columns(
     )
 
 
+@triton.jit(do_not_specialize=["picks_stride", "table_stride", "slots_stride", "slots_width", "last_slot"])
+def _map_positions_kernel(
+    picks_ptr,  # [rows, TOPK] int32 positions, -1 padded
+    table_ptr,  # [rows, entries] int32
+    slots_ptr,  # [rows, slots_width] int32; may be picks_ptr
+    picks_stride,
+    table_stride,
+    slots_stride,
+    slots_width,
+    last_slot,  # of the pool
+    TOPK: tl.constexpr,
+    WIDTH_P2: tl.constexpr,
+    TABLE_SLOTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH_P2)
+    position = tl.load(picks_ptr + row * picks_stride + lane, mask=lane < TOPK, other=-1)
+    chosen = position >= 0
+    position = tl.where(chosen, position, 0)
+    entry = tl.load(table_ptr + row * table_stride + position // TABLE_SLOTS, mask=chosen, other=-1).to(tl.int64)
+    slot = entry * TABLE_SLOTS + position % TABLE_SLOTS
+    slot = tl.where(chosen & (entry >= 0) & (slot <= last_slot), slot, -1)
+    tl.store(slots_ptr + row * slots_stride + lane, slot.to(tl.int32), mask=lane < slots_width)
+
+
+def map_positions(picks: torch.Tensor, rows: SparseRows, tile: slice, out_slots: torch.Tensor) -> None:
+    """Positions [tile, top-k] within their rows, -1 padded, to pool slots of ``out_slots[tile]``, the whole width written
+    and -1 where the row's page table names no slot of the pool. ``picks`` may be its first columns."""
+    slots, table = out_slots[tile], rows.block_table[tile]
+    if picks.shape[0] == 0:
+        return
+    assert picks.stride(1) == slots.stride(1) == table.stride(1) == 1
+    _map_positions_kernel[(picks.shape[0],)](
+        picks,
+        table,
+        slots,
+        picks.stride(0),
+        table.stride(0),
+        slots.stride(0),
+        slots.shape[1],
+        rows.pool_slots - 1,
+        TOPK=picks.shape[1],
+        WIDTH_P2=triton.next_power_of_2(max(picks.shape[1], slots.shape[1])),
+        TABLE_SLOTS=rows.table_slots,
+    )
+
+
 class GpuSelection:
     """Selections through SGLang's CUDA kernels; a mix-in of the kernel sets that run on a GPU."""
 
@@ -115,8 +161,7 @@ class GpuSelection:
             logits, topk, page_table=table, page_size=page, end=rows.lens[tile], output_idx=first[tile, :topk]
         )
         if out_positions is not None and out_slots is not None:
-            picks = out_positions[tile, :topk]
-            write_padded(out_slots, tile, table_slots_of(rows.block_table[tile], rows.table_slots, picks))
+            map_positions(out_positions[tile, :topk], rows, tile, out_slots)
 
     def _choose_blocks_on_gpu(self, logits: torch.Tensor, rows: SparseRows, tile: slice) -> torch.Tensor:
         """SGLang's block choice; its blocks have 8 positions."""
@@ -134,11 +179,13 @@ class GpuSelection:
         out_positions: torch.Tensor | None,
         out_slots: torch.Tensor | None,
     ) -> None:
-        """SGLang's compact top-k; where only slots are wanted it writes them itself, in one launch."""
+        """SGLang's compact top-k; where only slots are wanted it writes them itself, in one launch, unless a candidate
+        block may lie on two pages, of which the pool has one: it would write garbage for the other."""
         from sglang.kernels.ops.attention.dsv4.topk import topk_transform_bf16_small
 
         end = rows.end[tile]
-        if out_positions is None and out_slots is not None and out_slots.shape[1] == self.geometry.topk:
+        whole = rows.table_slots % self.geometry.block_size == 0
+        if whole and out_positions is None and out_slots is not None and out_slots.shape[1] == self.geometry.topk:
             topk_transform_bf16_small(
                 logits, end, rows.physical_blocks[tile], out_slots[tile], self.geometry.kernel_block
             )

@@ -126,7 +126,7 @@ def test_offline_benchmark_alone_refuses_it():
         (["run", "no_such_module"], "cannot run no_such_module: No module named 'no_such_module'"),
         (["run", "sglang.no_such.module"], "cannot run sglang.no_such.module: No module named 'sglang.no_such'"),
         (["run", "--attention-backend", NAME], "MODULE comes first"),
-        (["unknown"], "unknown command 'unknown'; one of run, doctor, try, model"),
+        (["unknown"], "unknown command 'unknown'; one of run, doctor, try, bench, model"),
     ],
 )
 def test_errors_are_one_line(capsys, argv, text):

@@ -189,7 +189,7 @@ def test_own_extend_of_requests_with_different_prefixes(kernels_on, ratio):
     schedule, _, _, _ = check_own_extend(world, rows)
     assert schedule.rows.rows_per_request == [10, 8, 4]
     assert schedule.rows.row_indices.tolist() == [3] * 10 + [1] * 8 + [2] * 4
-    assert world.kernels.calls["dense_logits"] > 0
+    assert world.kernels.calls["dense_logits"] + world.kernels.calls["extend_logits"] > 0
 
 
 def test_own_extend_equals_sglangs(kernels_on):
@@ -217,6 +217,8 @@ def test_own_extend_in_tiles_of_a_row(kernels_on):
     steps = []
     for scratch in (1, 8 << 20):
         world = World(kernels_on, scratch_bytes=scratch, dense_extend=True)
+        if kernels_on.startswith("hopper"):
+            world.kernels.extend.tile_bytes = scratch
         schedule, *inputs = world.extend_step(rows)
         steps.append([schedule.rows.sparse_indices.tolist(), *(picks(one.out_raw_indices) for one in inputs)])
         steps[-1] += [picks(one.out_page_indices) for one in inputs]
@@ -255,7 +257,7 @@ def test_own_extend_of_rows_that_see_nothing(kernels_on):
     world.indexer.topk_prefill(full)
     for one in (source, full):
         assert (one.out_raw_indices == -1).all() and (one.out_page_indices == -1).all()
-    assert not world.kernels.calls["dense_logits"]
+    assert not world.kernels.calls["dense_logits"] and not world.kernels.calls["extend_logits"]
 
 
 def test_extend_builds_its_plan_where_the_step_has_none(kernels_on):

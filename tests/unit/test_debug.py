@@ -101,7 +101,7 @@ def test_a_wrong_output_is_named(operation, spoil, message, monkeypatch):
 
     def spoiled(*args, **kwargs):
         original(*args, **kwargs)
-        spoil(problem.rows, args[-1] if operation == "select_visible" else None)
+        spoil(problem.rows, args[3] if operation == "select_visible" else None)  # out_slots
 
     monkeypatch.setattr(kernels.inner, operation, spoiled)
     with pytest.raises(KernelCheckError, match=f"{operation} of the reference kernels wrote .*{message}"):

@@ -20,6 +20,7 @@ def test_names_are_the_documented_ones():
         "DSV41_SPARSE_SCRATCH_MB",
         "DSV41_SPARSE_DEBUG",
         "DSV41_SPARSE_DENSE_EXTEND",
+        "DSV41_SPARSE_EXTEND_MB",
         "DSV41_SPARSE_SHORT_GRAPHS",
     )
 
@@ -72,6 +73,16 @@ def test_forced_kernels(monkeypatch, value, expected):
 def test_scratch_values(monkeypatch, value, expected):
     monkeypatch.setenv(envs.SCRATCH_MB, value)
     assert envs.scratch_bytes() == expected
+
+
+def test_extend_budget(monkeypatch):
+    monkeypatch.delenv(envs.EXTEND_MB, raising=False)
+    assert envs.extend_bytes() == 1 << 30
+    monkeypatch.setenv(envs.EXTEND_MB, "16")
+    assert envs.extend_bytes() == 16 << 20
+    monkeypatch.setenv(envs.EXTEND_MB, "a lot")
+    with pytest.raises(ValueError, match="DSV41_SPARSE_EXTEND_MB='a lot' is not .*; for example .*_EXTEND_MB=1024"):
+        envs.extend_bytes()
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "1.5", "256MB", "lots"])

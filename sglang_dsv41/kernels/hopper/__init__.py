@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
 
+from ... import envs
 from ...geometry import CandidateGeometry
 from ...rows import RowBuffers, SparseRows
 from .. import IndexQueries, PagedKeys
 from ..portable import PortableKernels
 from . import ops
+from .extend import ExtendScorer, unusable
+
+logger = logging.getLogger(__name__)
 
 _BLOCK = 8  # positions; the unit of the kernels' copies and block maxima
 
@@ -41,10 +46,27 @@ class HopperKernels(PortableKernels):
         super().__init__(geometry, buffers)
         # The block maxima of the last dense pass's tiles, by their first row.
         self._maxima: dict[int, torch.Tensor] = {}
+        self.extend: ExtendScorer | None = None
         self._publishes_itself = (
             geometry.block_size == geometry.kernel_block == _BLOCK
             and geometry.topk < geometry.topk_blocks <= ops.MAX_KEPT_BLOCKS
             and geometry.topk_blocks % 2 == 0
+        )
+
+    def prepare_extend(self) -> None:
+        reason = unusable(self.geometry.heads)
+        if reason is not None:
+            logger.warning("dsv41-sparse: an extend is scored by the decode kernels, DeepGEMM cannot: %s", reason)
+            return
+        self.extend = ExtendScorer(
+            max_context=self.buffers.max_context, tile_bytes=envs.extend_bytes(), device=self.buffers.device
+        )
+        self.extend.warm_up(self.geometry.heads)
+        logger.info(
+            "dsv41-sparse: DeepGEMM scores the source and the full layers of an extend; %.1f MiB of unpacked keys, tiles of "
+            "up to %.0f MiB",
+            self.extend.nbytes / 2**20,
+            self.extend.tile_bytes / 2**20,
         )
 
     def dense_logits_tiles(
@@ -53,6 +75,16 @@ class HopperKernels(PortableKernels):
         width = rows.block_table.shape[1] * rows.table_slots
         blocks = width // _BLOCK
         self._maxima.clear()
+        if self.extend is not None and self.extend.takes(rows):
+            for tile, logits, maxima in self.extend.tiles(queries, keys, rows):
+                self.calls["extend_logits"] += 1
+                if blocks <= ops.MAX_BLOCKS and self.geometry.topk < ops.MAX_KEPT_BLOCKS:
+                    self._maxima[tile.start] = maxima
+                yield tile, logits
+                # Freed before the next tile is made.
+                self._maxima.clear()
+                del logits, maxima
+            return
         # Rows of one request follow each other in a verify step and in an extend.
         shares = rows.row_indices is not None and (rows.is_verify or rows.rows_per_request is not None)
         for tile in self.buffers.dense_passes(rows.num_rows, width):
