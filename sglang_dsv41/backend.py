@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import DenseBlock
 from sglang.srt.layers.attention.dsv4.v41_indexer.full_topk import FullTopKIndexer
 from sglang.srt.runtime_context import (
     attention_backends,
+    get_observability,
     get_parallel,
     get_schedule,
     max_speculative_num_draft_tokens,
@@ -43,10 +44,19 @@ class SparseCandidates:
             kernels = DebugKernels(kernels)
         # Either phase may be left to SGLang: --prefill-attention-backend and --decode-attention-backend.
         prefill, decode = (name == BACKEND_NAME for name in attention_backends())
-        prefill_source, full_topk = extend_scorers(self, kernels, geometry, ours=prefill and envs.dense_extend())
-        if prefill_source is None:
-            kernels.prepare_extend()
-        self.candidate_indexer = SparseCandidateIndexer(
+        wanted = envs.dense_extend()
+        # A set that is not made for it scores an extend only where the user says so.
+        ours = prefill and wanted is not False and (kernels.prepare_extend() or wanted is True)
+        prefill_source, full_topk = extend_scorers(self, kernels, geometry, ours=ours)
+        metrics = None
+        audit_rate = envs.audit_rate() if prefill else 0.0
+        if get_observability().enable_metrics:
+            from .metrics import count_steps, server_metrics
+
+            metrics = server_metrics(geometry, audited=audit_rate > 0)
+            if decode:
+                count_steps(model_runner, metrics)
+        parts = dict(
             geometry=geometry,
             kernels=kernels,
             buffers=self.row_buffers,
@@ -54,14 +64,22 @@ class SparseCandidates:
             page_size=self.page_size,
             prefill_source=prefill_source,
             full_topk=full_topk,
+            metrics=metrics,
         )
+        if audit_rate > 0:
+            from .audit import Audit, AuditedIndexer
+
+            audit = Audit(audit_rate, geometry, metrics=metrics)
+            self.candidate_indexer = AuditedIndexer(audit=audit, **parts)
+        else:
+            self.candidate_indexer = SparseCandidateIndexer(**parts)
         if prefill:
             self.prefill_candidates = self.candidate_indexer
         if decode:
             self.decode_candidates = self.full_topk_indexer = self.candidate_indexer
         logger.info(
             "dsv41-sparse: %s. Serves %s. Kernels: %s, index-K pages of %d. "
-            "Buffers: %.1f MiB for %d rows, consumers score %d rows a pass.",
+            "Buffers: %.1f MiB for %d rows, consumers score %d rows a pass. Extends: dense scores by %s.",
             geometry.describe(),
             "prefill and decode" if prefill and decode else "prefill" if prefill else "decode",
             kernels.name,
@@ -69,6 +87,7 @@ class SparseCandidates:
             self.row_buffers.nbytes / 2**20,
             self.row_buffers.max_rows,
             self.row_buffers.rows_per_pass,
+            "our kernels" if prefill_source is None else "SGLang",
         )
 
     @property

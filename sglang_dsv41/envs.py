@@ -9,6 +9,7 @@ DEBUG = "DSV41_SPARSE_DEBUG"
 DENSE_EXTEND = "DSV41_SPARSE_DENSE_EXTEND"
 EXTEND_MB = "DSV41_SPARSE_EXTEND_MB"
 SHORT_GRAPHS = "DSV41_SPARSE_SHORT_GRAPHS"
+AUDIT = "DSV41_SPARSE_AUDIT"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -36,9 +37,9 @@ def debug() -> bool:
     return _flag(DEBUG)
 
 
-def dense_extend() -> bool:
-    """Whether our kernels also score the source and the full top-k layers of an extend."""
-    return _flag(DENSE_EXTEND)
+def dense_extend() -> bool | None:
+    """Whether our kernels also score the source and the full top-k layers of an extend; None: where they are made for it."""
+    return _flag(DENSE_EXTEND) if os.environ.get(DENSE_EXTEND, "").strip() else None
 
 
 def short_graphs() -> bool:
@@ -73,3 +74,17 @@ def scratch_bytes() -> int:
 def extend_bytes() -> int:
     """Budget in bytes of a tile of an extend that DeepGEMM scores: logits and block maxima."""
     return _mebibytes(EXTEND_MB, DEFAULT_EXTEND_MB)
+
+
+def audit_rate() -> float:
+    """Share of the rows of an extend that the audit scores again, 0 to 1; 0 is off."""
+    value = os.environ.get(AUDIT, "").strip()
+    if not value:
+        return 0.0
+    try:
+        rate = float(value)
+    except ValueError:
+        rate = -1.0
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"{AUDIT}={value!r} is not a share of rows from 0 (off) to 1; for example {AUDIT}=0.001")
+    return rate

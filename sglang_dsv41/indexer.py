@@ -5,7 +5,7 @@ A source publishes one ``CandidateSchedule`` a step; the consumers of the step s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.attention.dsv4.v41_indexer.scoring import prefill_index_plan
 from sglang.srt.layers.attention.dsv4.v41_indexer.sparse_table import SparseTableBackend
@@ -21,6 +21,9 @@ from .kernels import KernelSet, PagedKeys
 from .rows import RowBuffers, SparseRows
 from .schedule import CandidateSchedule
 
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
 
 class SparseCandidateIndexer:
     """SGLang's ``PrefillCandidates``, ``DecodeCandidates`` and full top-k indexer in one object.
@@ -33,6 +36,7 @@ class SparseCandidateIndexer:
         page_size: KV page of SGLang, tokens (256).
         prefill_source: SGLang's own prefill candidates, whose publish scores the source of an extend; None: ours does.
         full_topk: SGLang's full top-k indexer for the extend of the layers outside the scheme; None: ours selects.
+        metrics: where the consumers of an extend are counted; None without ``--enable-metrics``.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class SparseCandidateIndexer:
         page_size: int,
         prefill_source: Any,
         full_topk: Any,
+        metrics: Metrics | None = None,
     ) -> None:
         self.geometry = geometry
         self.kernels = kernels
@@ -53,6 +58,7 @@ class SparseCandidateIndexer:
         self.page_size = page_size
         self.prefill_source = prefill_source
         self.full_topk = full_topk
+        self.metrics = metrics
 
     # ---- decode and verify ----
 
@@ -99,6 +105,8 @@ class SparseCandidateIndexer:
         self._consume(
             inputs, schedule, "extend", out_positions=inputs.out_raw_indices, out_slots=inputs.out_page_indices
         )
+        if self.metrics is not None:
+            self.metrics.count_extend(inputs)
 
     # ---- layers outside the scheme ----
 

@@ -71,6 +71,8 @@ _POOL = "DeepSeekV4TokenToKVPool"
 _EXECUTOR = "sglang.srt.model_executor"
 _SETUP = f"{_EXECUTOR}.model_runner_components.attention_backend_setup"
 _SHORT = "capture decode graphs for short contexts"
+_METRICS = "name and label the series of --enable-metrics"
+_COUNT = "count the rows of decode and verify steps"
 _PREFILL_GRAPH = "keep index layers in a prefill graph on SM100"
 
 SEAMS: tuple[Seam, ...] = (
@@ -265,6 +267,47 @@ SEAMS: tuple[Seam, ...] = (
         "signature",
         (),
         "size buffers by the draft tokens",
+    ),
+    # Metrics and audit.
+    Seam("sglang.srt.runtime_context", "get_observability", "signature", (), _METRICS),
+    Seam("sglang.srt.runtime_context", "get_serving", "signature", (), _METRICS),
+    Seam(
+        f"{_ARGS}.fields.observability",
+        "Observability",
+        "fields",
+        ("enable_metrics", "enable_metrics_for_all_schedulers", "extra_metric_labels"),
+        _METRICS,
+    ),
+    Seam(f"{_ARGS}.fields.serving", "Serving", "fields", ("served_model_name",), _METRICS),
+    Seam(
+        f"{_EXECUTOR}.model_runner",
+        "ModelRunner.forward",
+        "signature",
+        ("self", "forward_batch"),
+        _COUNT,
+    ),
+    Seam(f"{_EXECUTOR}.model_runner", "ModelRunnerOutput", "fields", ("can_run_graph",), _COUNT),
+    Seam(f"{_EXECUTOR}.forward_batch_info", "ForwardMode", "fields", ("is_decode", "is_target_verify"), _COUNT),
+    Seam(
+        f"{_EXECUTOR}.forward_batch_info",
+        "ForwardBatch",
+        "fields",
+        ("forward_mode", "batch_size", "input_ids", "seq_lens_cpu"),
+        _COUNT,
+    ),
+    Seam(
+        f"{_EXECUTOR}.runner.decode_cuda_graph_runner",
+        "DecodeCudaGraphRunner",
+        "instance",
+        ("attention_graph_variants",),
+        _COUNT,
+    ),
+    Seam(
+        f"{_EXECUTOR}.runner_utils.capture_mode",
+        "skip_candidate_filtering",
+        "literal",
+        ("candidate_all", "candidate_c2_all", "candidate_unfiltered"),
+        _COUNT,
     ),
     # The calls that SGLang's backend makes on the candidate objects, and their inputs.
     Seam(

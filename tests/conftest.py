@@ -24,12 +24,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
-from tests.devices import DEVICES  # noqa: E402 (after the choice of the interpreter)
+from tests.devices import DEVICES, KERNELS_ON  # noqa: E402 (after the choice of the interpreter)
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=KERNELS_ON)
 def kernels_on(request):
-    """Each kernel set that this machine can run, as `<kernel set>-<device>`."""
+    """Each kernel set, as `<kernel set>-<device>`; skipped where this machine cannot run it."""
     return request.param
 
 

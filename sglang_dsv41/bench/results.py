@@ -79,6 +79,7 @@ class ResultFile:
             "command": command_line(sys.argv if argv is None else argv),
             "gpu": gpu,
             "versions": {package: version_of(package) for package in PACKAGES} | {"driver": driver},
+            "switches": {name: value for name, value in sorted(os.environ.items()) if name.startswith("DSV41_SPARSE_")},
             "commit": commit or commit_of(ROOT),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "rows": [],

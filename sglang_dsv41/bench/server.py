@@ -11,10 +11,13 @@ round. Cases:
   decode BxC       tokens/s of B requests at context C. The prompts are in the prefix cache; a sample is the
                    difference between generating {many} and {few} tokens, so that prefill and arrival drop out.
   prefill BxC      tokens/s of B prompts of C tokens, nothing cached, from the call to the last first token.
+  ttft C           seconds to the first token of one prompt of C tokens, nothing cached.
   prefill_chunk C  tokens/s of one prefill chunk whose first token is at context C (at least one chunk). The
                    context before it is cached; a sample is the difference between two chunks and one.
 
-The result file is written after every case.
+The result file is written after every case. Where NVML answers, a row has each engine's `peak_mib`: the most GPU memory
+that it has held until then, above that of its start. torch keeps what it once took, so to see what one case needs, run
+it alone.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,9 +51,12 @@ DEFAULT_CASES = (
     "decode 8x131072",
     "decode 2x131072",
     "decode 2x524288",
+    "ttft 131072",
+    "ttft 524288",
     "prefill_chunk 524288",
     "prefill_chunk 262144",
     "prefill_chunk 131072",
+    "prefill_chunk 8192",
 )
 NEEDED = (
     "one CUDA GPU that SGLang serves DeepSeek-V4.1 on (H100, H200, H20 or newer), with memory for two engines "
@@ -79,23 +86,23 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        found = re.fullmatch(r"(decode|prefill) ([1-9]\d*)x([1-9]\d*)|(prefill_chunk) ([1-9]\d*)", text.strip())
+        found = re.fullmatch(r"(decode|prefill) ([1-9]\d*)x([1-9]\d*)|(prefill_chunk|ttft) ([1-9]\d*)", text.strip())
         if found is None:
-            raise ValueError(f"case {text!r} is none of 'decode BxC', 'prefill BxC' and 'prefill_chunk C'")
-        kind, batch, context, chunk_kind, chunk_context = found.groups()
-        return cls(kind, int(batch), int(context)) if kind else cls(chunk_kind, 1, int(chunk_context))
+            raise ValueError(f"case {text!r} is none of 'decode BxC', 'prefill BxC', 'ttft C' and 'prefill_chunk C'")
+        kind, batch, context, single_kind, single_context = found.groups()
+        return cls(kind, int(batch), int(context)) if kind else cls(single_kind, 1, int(single_context))
 
     @property
     def name(self) -> str:
         return (
             f"{self.kind} {self.context}"
-            if self.kind == "prefill_chunk"
+            if self.kind in ("prefill_chunk", "ttft")
             else f"{self.kind} {self.batch}x{self.context}"
         )
 
     def longest(self, chunk: int) -> int:
         """Tokens of its longest request."""
-        return self.context + {"decode": MANY, "prefill": 1, "prefill_chunk": chunk + 1}[self.kind]
+        return self.context + {"decode": MANY, "prefill": 1, "ttft": 1, "prefill_chunk": chunk + 1}[self.kind]
 
     def cache_tokens(self, chunk: int, rounds: int) -> int:
         """Tokens it leaves in the cache at most."""
@@ -112,9 +119,64 @@ class CaseError(RuntimeError):
     """A case could not be measured; the others can."""
 
 
+class MemoryWatch:
+    """What each engine has taken of one GPU since `start`, seen by polling the GPU while that engine alone works.
+
+    Args:
+        used: bytes of the GPU that are taken, by whomever.
+    """
+
+    def __init__(self, used: Callable[[], int], interval: float = 0.002):
+        self.used, self.interval = used, interval
+        self.held: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+
+    @classmethod
+    def of_first_gpu(cls) -> MemoryWatch | None:
+        """None where NVML does not answer."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+            of_name = pynvml.nvmlDeviceGetHandleByIndex if visible.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+            handle = of_name(int(visible) if visible.isdigit() else visible)
+            watch = cls(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            watch.used()
+        except Exception:  # noqa: BLE001 (memory is a side note; no driver, no package, no permission: go on without)
+            return None
+        return watch
+
+    @contextlib.contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Count what the GPU's memory grows by to the engine `name`."""
+        before = highest = self.used()
+        done = threading.Event()
+
+        def poll() -> None:
+            nonlocal highest
+            while not done.wait(self.interval):
+                highest = max(highest, self.used())
+
+        poller = threading.Thread(target=poll, daemon=True)
+        poller.start()
+        try:
+            yield
+        finally:
+            done.set()
+            poller.join()
+            after, held = self.used(), self.held.get(name, 0)
+            self.peak[name] = max(self.peak.get(name, 0), held + max(highest, after) - before)
+            self.held[name] = held + after - before
+
+    def peak_mib(self, name: str) -> float:
+        return round(self.peak.get(name, 0) / 2**20, 1)
+
+
 class Bench:
     """Takes samples from engines in turn. An engine has `generate(prompts, max_new_tokens) -> dict` with `seconds`,
-    `cached` (prompt tokens found in the cache, a request each) and `output_ids`, and `flush()`. `say` gets a line for each round, `at` what is being done."""
+    `cached` (prompt tokens found in the cache, a request each) and `output_ids`, and `flush()`. `say` gets a line for each
+    round, `at` what is being done; `memory` watches the GPU while one engine works."""
 
     def __init__(
         self,
@@ -126,6 +188,7 @@ class Bench:
         rounds: int,
         say: Callable[[str], None] = print,
         at: Callable[[str], None] = lambda what: None,
+        memory: MemoryWatch | None = None,
     ):
         self.engines = {"stock": stock, "ours": ours}
         self.chunk = chunk
@@ -133,6 +196,7 @@ class Bench:
         self.rounds = rounds
         self.say = say
         self.at = at
+        self.memory = memory
         self.resident = 0
         self.tails = 0
 
@@ -143,8 +207,10 @@ class Bench:
         prepare, sample = {
             "decode": (self._prepare_decode, self._sample_decode),
             "prefill": (self._prepare_prefill, self._sample_prefill),
+            "ttft": (self._prepare_prefill, self._sample_first_token),
             "prefill_chunk": (self._prepare_chunk, self._sample_chunk),
         }[case.kind]
+        unit = "s" if case.kind == "ttft" else "tok/s"
         extra = prepare(case)
         samples = {name: [] for name in self.engines}
         for round_ in range(self.rounds):
@@ -153,11 +219,17 @@ class Bench:
             self.at(f"{case.name}: round {round_ + 1} of {self.rounds}")
             # Who goes first changes from round to round, in case it matters.
             for name, engine in list(self.engines.items())[:: -1 if round_ % 2 else 1]:
-                samples[name].append(sample(engine, case))
+                with self._turn(name):
+                    samples[name].append(sample(engine, case))
             self.say(
-                f"{case.name} round {round_ + 1}: " + ", ".join(f"{n} {s[-1]:.0f} tok/s" for n, s in samples.items())
+                f"{case.name} round {round_ + 1}: " + ", ".join(f"{n} {s[-1]:.5g} {unit}" for n, s in samples.items())
             )
-        return {"unit": "tok/s", **samples, **extra}
+        if self.memory:
+            extra["peak_mib"] = {name: self.memory.peak_mib(name) for name in self.engines}
+        return {"unit": unit, **samples, **extra}
+
+    def _turn(self, name: str):
+        return self.memory.turn(name) if self.memory else contextlib.nullcontext()
 
     def _make_room(self, case: Case) -> None:
         need = case.cache_tokens(self.chunk, self.rounds)
@@ -178,8 +250,9 @@ class Bench:
         """Fill the cache, warm up, and compare the tokens."""
         outputs = {}
         for name, engine in self.engines.items():
-            engine.generate(self._prompts(case), 1)
-            result = engine.generate(self._prompts(case), FEW)
+            with self._turn(name):
+                engine.generate(self._prompts(case), 1)
+                result = engine.generate(self._prompts(case), FEW)
             if min(result["cached"]) < case.context * 0.8:
                 raise CaseError(f"{case.name}: {name} found {result['cached']} of {case.context} tokens in its cache")
             outputs[name] = result["output_ids"]
@@ -192,17 +265,21 @@ class Bench:
     # Prefill
 
     def _prepare_prefill(self, case: Case) -> dict:
-        for engine in self.engines.values():
-            engine.generate([Prompt(case.batch + 1, min(case.context, 2 * self.chunk))], 1)
+        for name, engine in self.engines.items():
+            with self._turn(name):
+                engine.generate([Prompt(case.batch + 1, min(case.context, 2 * self.chunk))], 1)
         return {}
 
     def _sample_prefill(self, engine, case: Case) -> float:
+        return _rate(case.batch * case.context, self._sample_first_token(engine, case), case)
+
+    def _sample_first_token(self, engine, case: Case) -> float:
         engine.flush()
         result = engine.generate(self._prompts(case), 1)
         if any(result["cached"]):
             raise CaseError(f"{case.name}: prompts were found in the cache after a flush: {result['cached']}")
         self.resident = case.cache_tokens(self.chunk, self.rounds)
-        return _rate(case.batch * case.context, result["seconds"], case)
+        return result["seconds"]
 
     # Prefill chunk
 
@@ -216,9 +293,10 @@ class Bench:
         base = case.context - self.chunk
         self.tails += 2
         for name, engine in self.engines.items():
-            if base:
-                engine.generate([Prompt(0, base)], 1)
-            cached = engine.generate([Prompt(0, base, self.tails + 1, 2 * self.chunk)], 1)["cached"]
+            with self._turn(name):
+                if base:
+                    engine.generate([Prompt(0, base)], 1)
+                cached = engine.generate([Prompt(0, base, self.tails + 1, 2 * self.chunk)], 1)["cached"]
             if cached[0] < base * 0.98:
                 raise CaseError(f"{case.name}: {name} found {cached[0]} of {base} tokens in the prefix cache")
         return {}
@@ -551,6 +629,7 @@ def main(argv: Sequence[str] | None = None, *, program: Sequence[str] = PROGRAM,
                     rounds=options.rounds,
                     say=say,
                     at=progress.at,
+                    memory=MemoryWatch.of_first_gpu(),
                 )
 
                 def time_left() -> bool:

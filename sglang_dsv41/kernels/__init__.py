@@ -87,8 +87,10 @@ class KernelSet(abc.ABC):
         self.buffers = buffers
         self.calls: collections.Counter[str] = collections.Counter()
 
-    def prepare_extend(self) -> None:  # noqa: B027 (nothing to prepare in most sets)
-        """Called once where this set will score the source and the full layers of extends."""
+    def prepare_extend(self) -> bool:
+        """Get ready to score the source and the full layers of extends; whether the set is made for thousands of rows, so
+        that it is the better choice than SGLang's way."""
+        return False
 
     def project(self, inputs: Any) -> IndexQueries:
         """Queries and head weights of SGLang's ``DecodeInputs`` or ``PrefillInputs``."""

@@ -42,9 +42,11 @@ from tests.candidates import (
     slot_of,
     source_pass,
 )
+from tests.watchdog import HangError, wait_for
 from tests.world import CONSUMER, GARBAGE, GEOMETRY, LAST, SOURCE, World, copy_request, picks, positions_of, span
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+WATCHDOG_SECONDS = 60.0  # for 50 replays of milliseconds each
 EVERY_BLOCK = dataclasses.replace(GEOMETRY, topk_blocks=96)
 
 
@@ -329,8 +331,10 @@ def test_consumer_memory_at_a_long_context(kernels_on_gpu):
         assert_selection(out[row].tolist(), scores, 512, tolerance=0)
 
 
+# A signal's handler waits for the call that hangs; a thread ends the process.
+@pytest.mark.timeout(1800, method="thread")
 def test_soak_at_a_long_context(kernels_on_gpu):
-    """Six rows at 245,760 positions in one graph, replayed many times under the test's timeout: the selection stays."""
+    """Six rows at 245,760 positions in one graph, replayed many times under a watchdog: the selection stays."""
     replays = int(os.environ.get("DSV41_TEST_REPLAYS", "500"))
     problem = shared_prefix([245_760 - i for i in range(6)], 245_760, scratch_bytes=256 << 20, dense_rows=6)
     kernels = kernel_set_class(kernels_on_gpu.split("-")[0])(RELEASED, problem.buffers)
@@ -357,10 +361,18 @@ def test_soak_at_a_long_context(kernels_on_gpu):
     column = positions.long()
     expected = dense.gather(1, column).sort(1).values.clone()
     wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
-    for _ in range(replays):
+    done = torch.cuda.Event()
+    for replay in range(1, replays + 1):
         graph.replay()
         wrong += (dense.gather(1, positions.long()).sort(1).values != expected).sum()
+        if replay % 50 == 0 or replay == replays:
+            done.record()
+            try:
+                wait_for(done, WATCHDOG_SECONDS, f"replay {replay} of {replays}")
+            except HangError as error:
+                pytest.exit(f"{kernels_on_gpu}: {error}", returncode=1)  # no other test can run on this GPU now
     assert int(wrong) == 0
+    print(f"{kernels_on_gpu}: {replays} replays of 6 rows at 245,760 positions, none wrong, none hung")
 
 
 def test_random_order_of_graphs(kernels_on_gpu):

@@ -42,7 +42,9 @@ def patched(tmp_path_factory):
 
 
 def test_series_is_complete():
-    assert [patch.name[:4] for patch in PATCHES] == ["0001", "0002", "0003", "0004", "0005", "0006", "0007"]
+    assert [patch.name[:4] for patch in PATCHES] == [f"{number:04}" for number in range(1, 10)]
+    subjects = [re.match(r"Subject: \[PATCH (\d)/(\d)\] \w", patch.read_text()).groups() for patch in PATCHES]
+    assert subjects == [(str(number), "9") for number in range(1, 10)]
     table = (ROOT / "patches" / "README.md").read_text()
     assert all(f"`{patch.stem}`" in table for patch in PATCHES)
 
@@ -60,7 +62,7 @@ def test_applies_alone_and_carries_little_context(patch, tmp_path):
 
 def test_patched_files_compile(patched):
     files = sorted(patched.rglob("*.py"))
-    assert len(files) == 9
+    assert len(files) == 11
     for file in files:
         py_compile.compile(str(file), doraise=True)
 
@@ -72,7 +74,13 @@ root = pathlib.Path(sys.argv.pop(1))
 
 class Overlay(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        file = root.joinpath(*name.split(".")).with_suffix(".py")
+        folder = root.joinpath(*name.split("."))
+        if (folder / "__init__.py").is_file():
+            installed = [pathlib.Path(entry, folder.name) for entry in path]
+            return importlib.util.spec_from_file_location(
+                name, folder / "__init__.py", submodule_search_locations=[str(where) for where in installed]
+            )
+        file = folder.with_suffix(".py")
         return importlib.util.spec_from_file_location(name, file) if file.is_file() else None
 
 sys.meta_path.insert(0, Overlay())
@@ -146,6 +154,38 @@ ours = types.SimpleNamespace(dllm_attention=None)
 ours.create_candidate_graph_variants = lambda model_runner, mode, width: [model_runner.gpu_id, mode.name]
 out["variants"] = [variants_of_a_runner(setattr, backend) for backend in (ours, stock)]
 out["stock variants"] = variants_of_a_runner(setattr, stock, (10, 0)).graph_limits
+
+import torch
+from sglang.srt.layers.attention.dsv4 import v41_indexer
+from sglang.srt.layers.attention.dsv4.v41_indexer.sparse_table import SparseTableBackend
+assert v41_indexer.__file__.startswith(str(root))
+bare = object.__new__(v4.DeepseekV4AttnBackend)
+bare.low_ratios = (1, 2)
+out["prefill graph"] = []
+for candidates in (object.__new__(SparseTableBackend), types.SimpleNamespace(serves_prefill_graph=True), object()):
+    bare.prefill_candidates = candidates
+    out["prefill graph"].append(bare.low_ratio_prefill_graph)
+bare.low_ratios, bare.prefill_candidates = (), object.__new__(SparseTableBackend)
+out["prefill graph"].append(bare.low_ratio_prefill_graph)
+
+v41_indexer.is_cuda = lambda: True
+out["families"] = {{}}
+for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
+    torch.cuda.get_device_capability = lambda device=None: capability
+    for name in ("is_sm100_or_newer", "has_sm100_mqa_logits", "_use_deep_gemm_prefill"):
+        getattr(v41_indexer, name).cache_clear()
+    v41_indexer.has_dense_fp4_indexer = lambda: True
+    full = v41_indexer.make_full_topk_indexer(token_to_kv_pool=None, req_to_token=None)
+    seen = [v41_indexer.is_sm100_or_newer(), full.use_deep_gemm_prefill, full.use_deep_gemm_decode]
+    try:
+        prefill, decode = v41_indexer.make_candidate_indexer(
+            token_to_kv_pool=None, req_to_token=None, page_size=256, candidate_topk_blocks=4, candidate_block_size=8
+        )
+        assert prefill is decode
+        seen += [type(decode).__name__, prefill.use_deep_gemm_prefill]
+    except Exception as error:
+        seen += [str(error).split(" (")[0]]
+    out["families"]["%d.%d" % capability] = seen
 print(json.dumps(out))
 """
 )
@@ -214,3 +254,18 @@ def test_0007_backend_makes_its_own_graph_variants(behaviour):
     assert [label for label, _ in behaviour["stock variants"]] == [
         "candidate_all", "candidate_c2_all", "candidate_unfiltered",
     ]  # fmt: skip
+
+
+def test_0008_asks_for_the_capability(behaviour):
+    # SGLang's object, one that says it serves the calls, one that says nothing, and a model without low ratios.
+    assert behaviour["prefill graph"] == [True, True, False, False]
+
+
+def test_0009_takes_deepgemm_on_10_only(behaviour):
+    dense = [False, False, "DenseBlocksBackend", False]
+    sm100 = [True, True, True, "the candidate indexer needs DeepGEMM's paged sparse MQA logits"]
+    assert behaviour["families"] == {
+        **{name: [False, *dense] for name in ("8.0", "8.9", "9.0")},
+        **{name: sm100 for name in ("10.0", "10.3")},  # without DeepGEMM here
+        **{name: [True, *dense] for name in ("11.0", "12.0", "12.1")},
+    }

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +52,7 @@ def make(rounds=3, chunk=1024, capacity=1 << 20, **ours):
     return Bench(*engines, chunk=chunk, capacity=capacity, rounds=rounds, say=lines.append), engines, calls
 
 
-@pytest.mark.parametrize("text", ["decode 8x2048", "prefill 8x131072", "prefill_chunk 524288"])
+@pytest.mark.parametrize("text", ["decode 8x2048", "prefill 8x131072", "ttft 9", "prefill_chunk 524288"])
 def test_case_names_round_trip(text):
     assert Case.parse(text).name == text
 
@@ -87,6 +89,43 @@ def test_prefill_is_cold_every_time():
     row = bench.run(Case.parse("prefill 2x4096"))
     assert row["ours"] == pytest.approx([1e4] * 3)
     assert engines[1].flushes == 3
+
+
+def test_first_token_is_seconds_from_an_empty_cache():
+    bench, engines, _ = make(overhead=1.0, prefill=1e-3, step=0.5)
+    bench.run(Case.parse("decode 1x4096"))
+    row = bench.run(Case.parse("ttft 4096"))
+    assert row["unit"] == "s" and row["ours"] == pytest.approx([1.0 + 4.096 + 0.5] * 3)
+    assert results.make_row("ttft 4096", **row)["ratio"] == pytest.approx(0.165, abs=5e-3), "less time is better"
+    assert engines[1].flushes == 3
+
+
+def test_memory_is_counted_to_the_engine_that_works():
+    """Each engine's growth, its peaks between two reads included, and not the other's."""
+    used = [1 << 30]
+    watch = bench_server.MemoryWatch(lambda: used[0], interval=1e-4)
+
+    class Growing(FakeEngine):
+        def generate(self, prompts, max_new_tokens):
+            keep, peak = self.growth
+            used[0] += peak
+            time.sleep(0.02)
+            used[0] += keep - peak
+            return super().generate(prompts, max_new_tokens)
+
+    engines = Growing("stock"), Growing("ours")
+    engines[0].growth, engines[1].growth = (0, 64 << 20), (2 << 20, 3 << 20)
+    bench = Bench(*engines, chunk=1024, capacity=1 << 20, rounds=2, say=lambda line: None, memory=watch)
+    assert bench.run(Case.parse("ttft 2048"))["peak_mib"] == {"stock": 64.0, "ours": 7.0}
+    engines[0].growth = engines[1].growth = (0, 0)
+    assert bench.run(Case.parse("ttft 2048"))["peak_mib"] == {"stock": 64.0, "ours": 7.0}, "what was, stays"
+
+
+def test_without_nvml_there_is_no_memory(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert bench_server.MemoryWatch.of_first_gpu() is None
+    bench, _, _ = make()
+    assert "peak_mib" not in bench.run(Case.parse("ttft 2048"))
 
 
 def test_warm_prefill_is_an_error():
@@ -169,7 +208,7 @@ def test_every_finished_case_is_in_the_file(tmp_path):
     assert missing == ["decode 2x2048: the deadline had passed"]
     assert finished == [0, 1, 2]
     content = json.loads(out.read_text())
-    assert set(content) == {"name", "command", "gpu", "versions", "commit", "date", "rows"}
+    assert set(content) == {"name", "command", "gpu", "versions", "switches", "commit", "date", "rows"}
     assert set(content["versions"]) == {"sglang", "torch", "triton", "driver"}
     assert content["command"] == "python scripts/bench_server.py --quick"
     row = content["rows"][0]

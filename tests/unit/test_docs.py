@@ -32,11 +32,42 @@ def test_troubleshooting_has_each_requirement(name):
 
 
 @pytest.mark.parametrize(
-    "name", [envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB, envs.DEBUG, envs.DENSE_EXTEND, envs.SHORT_GRAPHS]
+    "name",
+    [
+        envs.DISABLE,
+        envs.KERNELS,
+        envs.SCRATCH_MB,
+        envs.DEBUG,
+        envs.DENSE_EXTEND,
+        envs.EXTEND_MB,
+        envs.SHORT_GRAPHS,
+        envs.AUDIT,
+    ],
 )
 @pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/deployment.md", "docs/troubleshooting.md"])
 def test_each_environment_variable_is_documented(name, page):
     assert name in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_each_series_is_documented():
+    """Series and checks of a server with --enable-metrics and an audit, and what the audit's bounds are."""
+    pytest.importorskip("sglang")
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry()
+    from sglang_dsv41.audit import CHECKS, LEAST, MAX_ROWS, MOST, ROUNDING
+    from sglang_dsv41.metrics import Metrics
+    from tests.candidates import RELEASED
+
+    Metrics({"model_name": "m"}, RELEASED, audited=True, registry=registry)
+    page = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+    for family in registry.collect():
+        total = "_total" if family.type == "counter" else ""
+        assert f"`{family.name}{total}`" in page, family.name
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `") and "| at " in line}
+    assert set(rows) == {*LEAST, *MOST}
+    assert all(f"at least {bound:g}" in rows[name] for name, bound in LEAST.items())
+    assert MOST == {"logit_difference": 2**-6} and "at most 2^-6" in rows["logit_difference"]
+    assert all(f"`{check}`" in page for check in CHECKS)
+    assert f"at most {MAX_ROWS} rows a layer and step" in page and ROUNDING == 2**-8 and "2^-8" in page
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -4,7 +4,16 @@ import pytest
 
 from sglang_dsv41 import envs
 
-NAMES = (envs.DISABLE, envs.KERNELS, envs.SCRATCH_MB, envs.DEBUG, envs.DENSE_EXTEND, envs.SHORT_GRAPHS)
+NAMES = (
+    envs.DISABLE,
+    envs.KERNELS,
+    envs.SCRATCH_MB,
+    envs.DEBUG,
+    envs.DENSE_EXTEND,
+    envs.EXTEND_MB,
+    envs.SHORT_GRAPHS,
+    envs.AUDIT,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +31,7 @@ def test_names_are_the_documented_ones():
         "DSV41_SPARSE_DENSE_EXTEND",
         "DSV41_SPARSE_EXTEND_MB",
         "DSV41_SPARSE_SHORT_GRAPHS",
+        "DSV41_SPARSE_AUDIT",
     )
 
 
@@ -30,8 +40,9 @@ def test_defaults():
     assert envs.forced_kernels() is None
     assert envs.scratch_bytes() == 256 * 2**20
     assert envs.debug() is False
-    assert envs.dense_extend() is False
+    assert envs.dense_extend() is None
     assert envs.short_graphs() is False
+    assert envs.audit_rate() == 0
 
 
 @pytest.mark.parametrize(
@@ -47,7 +58,7 @@ def test_disable_values(monkeypatch, value, expected):
 @pytest.mark.parametrize("value,expected", [("0", False), ("off", False), ("1", True), ("", False), (" ", False)])
 @pytest.mark.parametrize(
     "name,read",
-    [(envs.SHORT_GRAPHS, envs.short_graphs), (envs.DEBUG, envs.debug), (envs.DENSE_EXTEND, envs.dense_extend)],
+    [(envs.SHORT_GRAPHS, envs.short_graphs), (envs.DEBUG, envs.debug)],
 )
 def test_switches_are_off_unless_set(monkeypatch, name, read, value, expected):
     monkeypatch.setenv(name, value)
@@ -75,6 +86,12 @@ def test_scratch_values(monkeypatch, value, expected):
     assert envs.scratch_bytes() == expected
 
 
+@pytest.mark.parametrize("value,expected", [("0", False), ("off", False), ("1", True), ("", None), (" ", None)])
+def test_dense_extend_is_left_to_the_kernel_set_unless_set(monkeypatch, value, expected):
+    monkeypatch.setenv(envs.DENSE_EXTEND, value)
+    assert envs.dense_extend() is expected
+
+
 def test_extend_budget(monkeypatch):
     monkeypatch.delenv(envs.EXTEND_MB, raising=False)
     assert envs.extend_bytes() == 1 << 30
@@ -93,6 +110,20 @@ def test_bad_scratch_raises(monkeypatch, value):
     ) as e:
         envs.scratch_bytes()
     assert repr(value) in str(e.value)
+
+
+@pytest.mark.parametrize("value,expected", [("0", 0), ("", 0), (" 0.001 ", 0.001), ("1e-4", 1e-4), ("1", 1)])
+def test_audit_rates(monkeypatch, value, expected):
+    monkeypatch.setenv(envs.AUDIT, value)
+    assert envs.audit_rate() == expected
+
+
+@pytest.mark.parametrize("value", ["1.5", "-0.1", "10%", "nan", "inf", "on"])
+def test_bad_audit_rate_raises(monkeypatch, value):
+    monkeypatch.setenv(envs.AUDIT, value)
+    with pytest.raises(ValueError, match=r"is not a share of rows from 0 \(off\) to 1; for example .*=0.001") as e:
+        envs.audit_rate()
+    assert f"DSV41_SPARSE_AUDIT={value!r}" in str(e.value)
 
 
 def test_a_change_is_seen_at_the_next_read(monkeypatch):

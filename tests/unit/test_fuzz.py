@@ -22,7 +22,7 @@ from sglang_dsv41.kernels import KERNEL_SETS, kernel_set_class
 from sglang_dsv41.kernels.debug import DebugKernels
 from sglang_dsv41.rows import RowBuffers
 from tests.candidates import RELEASED, assert_selection, make_problem, oracle_blocks, poison, slot_of, visible_in
-from tests.devices import DEVICES, device_of
+from tests.devices import KERNELS_ON, device_of
 
 # Scales up to 2^127 overflow, as they are meant to.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in matmul")
@@ -150,7 +150,7 @@ def out_of(problem, extra=3):
     return torch.full((rows.num_rows, width), 12345, dtype=torch.int32, device=rows.lens.device)
 
 
-@pytest.mark.parametrize("kernels_on", DEVICES)
+@pytest.mark.parametrize("kernels_on", KERNELS_ON)
 @given(steps())
 @fuzz
 def test_a_whole_step(kernels_on, drawn):
@@ -221,7 +221,7 @@ def check_row(problem, row, logits, dense, positions, slots, kernels_on):
 # ---- what is not well formed ----
 
 
-@pytest.mark.parametrize("kernels_on", DEVICES)
+@pytest.mark.parametrize("kernels_on", KERNELS_ON)
 @given(steps(), st.data())
 @fuzz
 def test_expansion_of_any_block_list(kernels_on, drawn, data):
@@ -246,7 +246,7 @@ def test_expansion_of_any_block_list(kernels_on, drawn, data):
         assert physical == at + [-1] * (len(physical) - len(at))
 
 
-@pytest.mark.parametrize("kernels_on", DEVICES)
+@pytest.mark.parametrize("kernels_on", KERNELS_ON)
 @given(steps(), st.data())
 @fuzz
 def test_a_step_over_malformed_pages(kernels_on, drawn, data):

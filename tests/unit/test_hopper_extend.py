@@ -127,7 +127,7 @@ def test_a_tile_is_whole_waves_of_thread_blocks():
 def test_step_of_the_kernel_set():
     problem = as_extend(make_problem(LENS, GEOMETRY), COUNTS)
     kernels = Kernels(GEOMETRY, problem.buffers)
-    kernels.prepare_extend()
+    assert kernels.prepare_extend()
     picks = torch.full((len(LENS), GEOMETRY.topk), 7, dtype=torch.int32)
     dense = source_pass(problem, kernels, out=picks)
     assert kernels.calls["extend_logits"] == 4 and not kernels.calls["dense_logits"], "one request fits at once"
@@ -287,9 +287,9 @@ def test_why_deepgemm_cannot(monkeypatch):
     assert extend.unusable(64) is None
 
 
-def test_without_deepgemm_the_decode_kernel_scores_extends(monkeypatch, caplog):
+def test_without_deepgemm_the_set_is_not_made_for_extends(monkeypatch, caplog):
     monkeypatch.setattr(hopper, "unusable", lambda heads: "it is not here")
     problem = make_problem([9], GEOMETRY)
     kernels = Kernels(GEOMETRY, problem.buffers)
-    kernels.prepare_extend()
-    assert kernels.extend is None and "DeepGEMM cannot: it is not here" in caplog.text
+    assert not kernels.prepare_extend() and kernels.extend is None
+    assert "DeepGEMM cannot score the dense layers of an extend: it is not here" in caplog.text

@@ -53,11 +53,11 @@ class HopperKernels(PortableKernels):
             and geometry.topk_blocks % 2 == 0
         )
 
-    def prepare_extend(self) -> None:
+    def prepare_extend(self) -> bool:
         reason = unusable(self.geometry.heads)
         if reason is not None:
-            logger.warning("dsv41-sparse: an extend is scored by the decode kernels, DeepGEMM cannot: %s", reason)
-            return
+            logger.warning("dsv41-sparse: DeepGEMM cannot score the dense layers of an extend: %s", reason)
+            return False
         self.extend = ExtendScorer(
             max_context=self.buffers.max_context, tile_bytes=envs.extend_bytes(), device=self.buffers.device
         )
@@ -68,6 +68,7 @@ class HopperKernels(PortableKernels):
             self.extend.nbytes / 2**20,
             self.extend.tile_bytes / 2**20,
         )
+        return True
 
     def dense_logits_tiles(
         self, queries: IndexQueries, keys: PagedKeys, rows: SparseRows

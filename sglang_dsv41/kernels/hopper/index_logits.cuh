@@ -149,13 +149,6 @@ __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
   return d;
 }
 
-// +inf as the largest bf16: an overflow must not tie with the newest block. NaN stays.
-__device__ __forceinline__ __nv_bfloat16 finite_above(__nv_bfloat16 logit) {
-  uint16_t bits;
-  asm("min.NaN.bf16 %0, %1, %2;" : "=h"(bits) : "h"(__bfloat16_as_ushort(logit)), "h"(uint16_t{0x7f7f}));
-  return __ushort_as_bfloat16(bits);
-}
-
 // c[0], c[2] += sums over 16 heads of rows g and g + 8
 __device__ __forceinline__ void add_heads(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
   const uint32_t ones = 0x3f803f80u;
@@ -497,7 +490,7 @@ __global__ __launch_bounds__(kThreads, HEAD_PASSES == 1 ? DSV41_BLOCKS_PER_SM : 
         const int32_t row_length = GROUP_ROWS == 1 ? length : s.lens[r];
         const float low = in_quad & 2 ? second[0] : first[0], high = in_quad & 2 ? second[2] : first[2];
         const bool is_outside = tile_outside >> in_quad & 1;
-        const __nv_bfloat16 logit = finite_above(__float2bfloat16(is_outside ? -INFINITY : in_quad & 1 ? high : low));
+        const __nv_bfloat16 logit = __float2bfloat16(is_outside ? -INFINITY : in_quad & 1 ? high : low);
         if (column < row_length) p.out[static_cast<int64_t>(row0 + r) * p.out_stride + column] = logit;
         if (MAXIMA) {
           const __nv_bfloat16 lowest = __ushort_as_bfloat16(0xff7f);
@@ -507,6 +500,7 @@ __global__ __launch_bounds__(kThreads, HEAD_PASSES == 1 ? DSV41_BLOCKS_PER_SM : 
 #pragma unroll
           for (int step = 4; step < 32; step <<= 1) best = max_pair(best, __shfl_xor_sync(~0u, best, step));
           const int block = column >> 3;
+          if (best == 0x7f80) best = 0x7f7f;  // an overflow must not tie with the newest block
           if (block == (row_length - 1) >> 3) best = 0x7f80;
           if (is_outside) best = 0xff80;
           if (lane < kWarpBlocks && block * kBlock < row_length)

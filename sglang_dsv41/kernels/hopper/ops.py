@@ -55,8 +55,7 @@ def index_logits(
         table: [rows, entries] int32 with unit column stride; entry e covers pool slots ``e * table_slots`` on. A power of
             two of at least 8.
         lens: [rows] int32, at most ``entries * table_slots`` and the width of ``out``.
-        out: [rows, columns] bf16; columns past a row's length are left as they are. -inf at slots outside the pool,
-            never +inf.
+        out: [rows, columns] bf16; columns past a row's length are left as they are. -inf at slots outside the pool.
         requests: [rows] int32; consecutive rows of one id have the same table line, and share key reads, 8 at a time.
         long_runs: cut a request's rows at multiples of 8 of the row's index, not counted from the request's first row,
             which takes a walk back to it: for the chunks of an extend.
