@@ -151,7 +151,7 @@ def test_checks_and_rows_are_named_after_their_part(report):
         {"name": "tp: prefill", "outcome": "refused", "detail": "the message"},
     ]
     assert (content["rows"][0]["case"], content["rows"][0]["ratio"]) == ("tp: decode 8x2048", 1.5)
-    assert set(content) == {"name", "command", "gpu", "versions", "commit", "date", "rows", "checks"}
+    assert set(content) == {"name", "command", "gpu", "versions", "switches", "commit", "date", "rows", "checks"}
     assert report.failed() == []
 
 
@@ -512,7 +512,7 @@ def test_the_test_plugins_are_found_where_the_script_puts_them():
     from importlib.metadata import distributions
 
     points = {p.name: p.value for d in distributions(path=[str(multi_gpu.PROBE)]) for p in d.entry_points}
-    assert points == {"dsv41_probe": "dsv41_probe:install", "dsv41_weights": "dsv41_weights:install"}
+    assert points == {name: f"{name}:install" for name in ("dsv41_broken", "dsv41_probe", "dsv41_weights")}
 
 
 # ---- the probe's digests ----
