@@ -44,9 +44,9 @@ class SparseCandidates:
             kernels = DebugKernels(kernels)
         # Either phase may be left to SGLang: --prefill-attention-backend and --decode-attention-backend.
         prefill, decode = (name == BACKEND_NAME for name in attention_backends())
-        wanted = envs.dense_extend()
-        # A set that is not made for it scores an extend only where the user says so.
-        ours = prefill and wanted is not False and (kernels.prepare_extend() or wanted is True)
+        ours = prefill and envs.dense_extend()
+        if ours:
+            kernels.prepare_extend()
         prefill_source, full_topk = extend_scorers(self, kernels, geometry, ours=ours)
         metrics = None
         audit_rate = envs.audit_rate() if prefill else 0.0

@@ -37,9 +37,9 @@ def debug() -> bool:
     return _flag(DEBUG)
 
 
-def dense_extend() -> bool | None:
-    """Whether our kernels also score the source and the full top-k layers of an extend; None: where they are made for it."""
-    return _flag(DENSE_EXTEND) if os.environ.get(DENSE_EXTEND, "").strip() else None
+def dense_extend() -> bool:
+    """Whether our kernels also score the source and the full top-k layers of an extend."""
+    return _flag(DENSE_EXTEND)
 
 
 def short_graphs() -> bool:

@@ -88,8 +88,8 @@ class KernelSet(abc.ABC):
         self.calls: collections.Counter[str] = collections.Counter()
 
     def prepare_extend(self) -> bool:
-        """Get ready to score the source and the full layers of extends; whether the set is made for thousands of rows, so
-        that it is the better choice than SGLang's way."""
+        """Get ready to score the source and the full layers of extends; whether the set has kernels made for thousands of
+        rows, and does not use those of decode."""
         return False
 
     def project(self, inputs: Any) -> IndexQueries:

@@ -40,7 +40,7 @@ def test_defaults():
     assert envs.forced_kernels() is None
     assert envs.scratch_bytes() == 256 * 2**20
     assert envs.debug() is False
-    assert envs.dense_extend() is None
+    assert envs.dense_extend() is False
     assert envs.short_graphs() is False
     assert envs.audit_rate() == 0
 
@@ -58,7 +58,7 @@ def test_disable_values(monkeypatch, value, expected):
 @pytest.mark.parametrize("value,expected", [("0", False), ("off", False), ("1", True), ("", False), (" ", False)])
 @pytest.mark.parametrize(
     "name,read",
-    [(envs.SHORT_GRAPHS, envs.short_graphs), (envs.DEBUG, envs.debug)],
+    [(envs.SHORT_GRAPHS, envs.short_graphs), (envs.DEBUG, envs.debug), (envs.DENSE_EXTEND, envs.dense_extend)],
 )
 def test_switches_are_off_unless_set(monkeypatch, name, read, value, expected):
     monkeypatch.setenv(name, value)
@@ -84,12 +84,6 @@ def test_forced_kernels(monkeypatch, value, expected):
 def test_scratch_values(monkeypatch, value, expected):
     monkeypatch.setenv(envs.SCRATCH_MB, value)
     assert envs.scratch_bytes() == expected
-
-
-@pytest.mark.parametrize("value,expected", [("0", False), ("off", False), ("1", True), ("", None), (" ", None)])
-def test_dense_extend_is_left_to_the_kernel_set_unless_set(monkeypatch, value, expected):
-    monkeypatch.setenv(envs.DENSE_EXTEND, value)
-    assert envs.dense_extend() is expected
 
 
 def test_extend_budget(monkeypatch):

@@ -292,4 +292,4 @@ def test_without_deepgemm_the_set_is_not_made_for_extends(monkeypatch, caplog):
     problem = make_problem([9], GEOMETRY)
     kernels = Kernels(GEOMETRY, problem.buffers)
     assert not kernels.prepare_extend() and kernels.extend is None
-    assert "DeepGEMM cannot score the dense layers of an extend: it is not here" in caplog.text
+    assert "the decode kernels score the dense layers of an extend, DeepGEMM cannot: it is not here" in caplog.text

@@ -56,7 +56,9 @@ class HopperKernels(PortableKernels):
     def prepare_extend(self) -> bool:
         reason = unusable(self.geometry.heads)
         if reason is not None:
-            logger.warning("dsv41-sparse: DeepGEMM cannot score the dense layers of an extend: %s", reason)
+            logger.warning(
+                "dsv41-sparse: the decode kernels score the dense layers of an extend, DeepGEMM cannot: %s", reason
+            )
             return False
         self.extend = ExtendScorer(
             max_context=self.buffers.max_context, tile_bytes=envs.extend_bytes(), device=self.buffers.device
