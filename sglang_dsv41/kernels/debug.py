@@ -3,7 +3,7 @@
 A CUDA fault shows at some later call, and SGLang then blames whatever ran there. With ``DSV41_SPARSE_DEBUG=1`` every
 operation of ours is waited for and its outputs are checked, so the first error names its operation. Slow: host reads
 after each launch. While a CUDA graph is captured nothing can be waited for, so start the server with
-``--disable-cuda-graph`` to check decode too.
+``--cuda-graph-backend-decode disabled`` to check decode too.
 """
 
 from __future__ import annotations

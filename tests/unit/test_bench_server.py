@@ -347,10 +347,10 @@ class TestArguments:
 
     def test_engine_arguments_override(self):
         options = bench_server.parse_arguments(
-            ["--model", "m", "--engine-arg", "disable_cuda_graph=true", "--engine-arg", "device=cpu"]
+            ["--model", "m", "--engine-arg", "cuda_graph_backend_decode=disabled", "--engine-arg", "device=cpu"]
         )
         arguments = bench_server.engine_arguments(options, options.cases)
-        assert arguments["disable_cuda_graph"] is True
+        assert arguments["cuda_graph_backend_decode"] == "disabled"
         assert arguments["device"] == "cpu"
 
     def test_bad_case_ends_the_parser(self, capsys):
