@@ -25,6 +25,7 @@ LABELS = {
     "verify_dense": "source's logits, verify rows",
     "decode": "decode",
     "prefill": "prefill",
+    "ttft": "first token of a prompt of",
     "prefill_chunk": "prefill chunk at context",
 }
 
@@ -43,11 +44,15 @@ def render(folder: Path) -> str:
         versions = content["versions"]
         lines.append(
             f"`benchmarks/results/{name}`: {content['gpu']}, SGLang {versions['sglang']}, torch {versions['torch']}, "
-            f"commit {content['commit'][:7]}, {content['date'][:10]}, by `{content['command']}`."
+            f"commit {_commit(content['commit'])}, {content['date'][:10]}, by `{content['command']}`."
         )
         lines.append("")
     lines += [f"Not measured yet: `benchmarks/results/{name}` is absent.\n" for name in missing]
     return "\n".join(lines).strip()
+
+
+def _commit(name: str) -> str:
+    return name[:7] + (" with uncommitted changes" if name.endswith("-dirty") else "")
 
 
 def _line(row: dict) -> str:

@@ -7,7 +7,7 @@ usage() {
 Usage: scripts/run.sh try [OPTION]...       the main job: serve the small model, or run the indexer where there is no GPU
        scripts/run.sh test [PYTEST ARG]...  the tests; those that need a GPU are skipped where there is none
        scripts/run.sh setup                 only the set-up
-       scripts/run.sh COMMAND [ARG]...      anything else, with .venv/bin first on PATH (python, dsv41-sparse, ...)
+       scripts/run.sh COMMAND [ARG]...      anything else, in the caller's folder with .venv/bin first on PATH (python, ...)
 
 The first call installs this checkout, SGLang 0.5.23 and pytest into .venv: about 10 GB and a few minutes. It needs
 Linux, and uv or Python 3.11 or newer. Later calls install only after pyproject.toml has changed.
@@ -57,13 +57,13 @@ set_up() {
 
 set_up
 export PATH="$venv/bin:$PATH"
-cd "$root"
 command=$1
 shift
 case "$command" in
     setup) ;;
     try) exec dsv41-sparse try "$@" ;;
     test)
+        cd "$root"
         # Quick ones first; what starts a server comes last.
         [[ $# -gt 0 && $1 != -* ]] || set -- tests/unit tests/kernels tests/gpu tests/sglang "$@"
         exec python -m pytest --timeout 600 "$@"

@@ -203,14 +203,18 @@ def check_environment() -> list[Check]:
             checks.append(Check("off switch", FAIL, found, needed, f"unset {envs.DISABLE}"))
     except ValueError as error:
         checks.append(Check("off switch", FAIL, str(error), "0 or unset", f"unset {envs.DISABLE}"))
-    try:
-        envs.scratch_bytes()
-    except ValueError as error:
-        checks.append(Check("logits scratch", FAIL, str(error), "a positive number", f"unset {envs.SCRATCH_MB}"))
-    try:
-        envs.debug()
-    except ValueError as error:
-        checks.append(Check("debug switch", FAIL, str(error), "0 or 1", f"unset {envs.DEBUG}"))
+    for name, read, needed in (
+        (envs.SCRATCH_MB, envs.scratch_bytes, "a positive whole number of MiB"),
+        (envs.EXTEND_MB, envs.extend_bytes, "a positive whole number of MiB"),
+        (envs.DEBUG, envs.debug, "0 or 1"),
+        (envs.DENSE_EXTEND, envs.dense_extend, "0 or 1"),
+        (envs.SHORT_GRAPHS, envs.short_graphs, "0 or 1"),
+        (envs.AUDIT, envs.audit_rate, "a share of rows from 0 to 1"),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            checks.append(Check("environment variable", FAIL, str(error), needed, f"unset {name}"))
     kernels = envs.forced_kernels()
     found = f"{envs.KERNELS}={kernels} is set" if kernels else "none in the way"
     return checks or [Check("environment variables", OK, found)]

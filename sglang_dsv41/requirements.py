@@ -173,7 +173,8 @@ def _device(facts: EngineFacts) -> list[Unmet]:
                 "GPU",
                 found,
                 "an NVIDIA GPU of compute capability 8.0 or newer",
-                "Run on an A100, L40S, H100, H200, H20, B200 or newer, or drop the option.",
+                "Run on an H100, H200, H20 or newer (SGLang's own attention has no kernels for this model on 8.x), or use "
+                "--attention-backend dsv4.",
             )
         ]
     found = "no CUDA device" if facts.capability is None else "compute capability %d.%d" % facts.capability

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("sglang")
 import torch
 
-from sglang_dsv41 import doctor, models, requirements, seams
+from sglang_dsv41 import doctor, envs, models, requirements, seams
 from sglang_dsv41.doctor import FAIL, OK, UNCHECKED
 from sglang_dsv41.kernels import KERNEL_SETS
 from sglang_dsv41.kernels.hopper import ops
@@ -132,7 +132,7 @@ def test_a_failure_prints_found_needed_and_change(monkeypatch, capsys):
     at = next(i for i, line in enumerate(lines) if line.startswith("FAIL"))
     assert lines[at] == "FAIL         GPU: compute capability 7.5"
     assert lines[at + 1].strip().startswith("needed: an NVIDIA GPU of compute capability 8.0")
-    assert lines[at + 2].strip().startswith("change: Run on an A100")
+    assert lines[at + 2].strip().startswith("change: Run on an H100")
     assert lines[-1] == "It will not work: 1 of these lines failed (GPU)."
 
 
@@ -203,7 +203,7 @@ def test_off_switch(monkeypatch, value):
 
 def test_unreadable_scratch_budget(monkeypatch):
     monkeypatch.setenv("DSV41_SPARSE_SCRATCH_MB", "many")
-    check = named(doctor.check_environment(), "logits scratch")
+    check = named(doctor.check_environment(), "environment variable")
     assert_failed(check, found="many", needed="positive", change="unset DSV41_SPARSE_SCRATCH_MB")
 
 
@@ -314,3 +314,13 @@ def test_all_failures_are_reported_together(monkeypatch, model, capsys):
     edit_config(model, index_topk=4096)
     assert doctor.main(["--model-path", str(model)]) == 1
     assert "3 of these lines failed (off switch, GPU, index top-k)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", [envs.SCRATCH_MB, envs.EXTEND_MB, envs.DEBUG, envs.DENSE_EXTEND, envs.SHORT_GRAPHS, envs.AUDIT]
+)
+def test_every_unreadable_variable_is_named(monkeypatch, name):
+    """Each would end the start."""
+    monkeypatch.setenv(name, "lots")
+    check = named(doctor.check_environment(), "environment variable")
+    assert check.status == doctor.FAIL and f"{name}='lots'" in check.found and check.change == f"unset {name}"

@@ -80,10 +80,10 @@ LACKING = {
     "old GPU": (
         HOPPER,
         {"capability": (7, 5)},
-        ("GPU", "compute capability 7.5", "8.0 or newer", "Run on an A100, L40S, H100, H200"),
+        ("GPU", "compute capability 7.5", "8.0 or newer", "Run on an H100, H200, H20"),
     ),
-    "no GPU": (HOPPER, {"capability": None}, ("GPU", "no CUDA device", "8.0 or newer", "Run on an A100")),
-    "ROCm": (HOPPER, {"platform": "hip"}, ("GPU", "platform 'hip'", "an NVIDIA GPU", "Run on an A100")),
+    "no GPU": (HOPPER, {"capability": None}, ("GPU", "no CUDA device", "8.0 or newer", "Run on an H100")),
+    "ROCm": (HOPPER, {"platform": "hip"}, ("GPU", "platform 'hip'", "an NVIDIA GPU", "Run on an H100")),
     "unknown kernel set": (
         HOPPER,
         {"forced_kernels": "fastest"},
