@@ -73,7 +73,8 @@ def main() -> int:
     )
     block_ids = 2 * rows * geometry.topk_blocks * 4  # logical and physical, int32
     kernels = HopperKernels(geometry, buffers)
-    if not kernels.prepare_extend():
+    kernels.prepare_extend()
+    if kernels.extend is None:
         return 2
     held = torch.cuda.memory_allocated() - inputs
 

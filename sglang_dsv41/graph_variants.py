@@ -28,6 +28,7 @@ CAPABILITY = (9, 0)
 # SGLang's own labels: its layers skip by them (``runner_utils/capture_mode.py``).
 ALL = "candidate_all"
 RATIO_2 = "candidate_c2_all"
+UNFILTERED = "candidate_unfiltered"  # not among ours
 
 
 def short_context_variants(model_runner: Any, capture_forward_mode: Any) -> Dsv41CandidateGraphVariants | None:

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODES = ("decode", "verify", "extend")
-# Decode graphs for short contexts in which no consumer scores its candidates alone, by SGLang's labels; in the second the
-# layers of ratio 2 do not.
-_NOT_SPARSE = ("candidate_all", "candidate_unfiltered")
-_NOT_SPARSE_AT_RATIO_2 = "candidate_c2_all"
 _SHARES = (0.0, 0.5, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
 # Powers of two around what bf16 rounding makes (audit.ROUNDING, 2**-8).
 _DIFFERENCES = (0.0, 2**-12, 2**-10, 2**-9, 2**-8, 2**-7, 2**-6, 2**-4, 2**-2, 1.0)
@@ -176,8 +172,11 @@ def graph_skips(runner: Any, batch: Any, ratio: int) -> bool:
     variants = getattr(graphs, "attention_graph_variants", None)
     if variants is None:
         return False
+    from .graph_variants import ALL, RATIO_2, UNFILTERED
+
     label = variants.select(batch)
-    return label in _NOT_SPARSE or (ratio == 2 and label == _NOT_SPARSE_AT_RATIO_2)
+    # In the last the layers of ratio 2 score none.
+    return label in (ALL, UNFILTERED) or (ratio == 2 and label == RATIO_2)
 
 
 def count_steps(runner: Any, metrics: Metrics) -> None:

@@ -87,10 +87,8 @@ class KernelSet(abc.ABC):
         self.buffers = buffers
         self.calls: collections.Counter[str] = collections.Counter()
 
-    def prepare_extend(self) -> bool:
-        """Get ready to score the source and the full layers of extends; whether the set has kernels made for thousands of
-        rows, and does not use those of decode."""
-        return False
+    def prepare_extend(self) -> None:  # noqa: B027 (nothing to prepare in most sets)
+        """Called once where this set will score the source and the full layers of extends."""
 
     def project(self, inputs: Any) -> IndexQueries:
         """Queries and head weights of SGLang's ``DecodeInputs`` or ``PrefillInputs``."""

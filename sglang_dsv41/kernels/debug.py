@@ -51,8 +51,8 @@ class DebugKernels(KernelSet):
     def _observable(self) -> bool:
         return self.buffers.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
-    def prepare_extend(self) -> bool:
-        return self._run("prepare_extend", self.inner.prepare_extend)
+    def prepare_extend(self) -> None:
+        self._run("prepare_extend", self.inner.prepare_extend)
 
     def project(self, inputs: Any) -> IndexQueries:
         return self._run("project", lambda: self.inner.project(inputs))

@@ -4,25 +4,17 @@ Needs one GPU of compute capability 9.0 with 60 GB free and SGLang 0.5.23. DSV41
 in a folder.
 """
 
-import contextlib
-import json
 import os
 import random
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from sglang_dsv41.models import write_model
 from tests.gpu.test_server import PROBE, ROOT, engine_args
+from tests.servers import Server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(900)]
 # Within the published blocks (16,384 positions) and past them.
@@ -31,61 +23,17 @@ NEW_TOKENS = 8
 START_SECONDS = 600
 
 
-class Server:
-    """An SGLang server process with an audit of every row that fits and its metrics."""
+class AuditedServer(Server):
+    """An SGLang server with an audit of every row that fits and its metrics."""
 
     def __init__(self, model: Path, log: Path, **environment: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url, self.log_path = f"http://127.0.0.1:{port}", log
-        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--enable-metrics"]
+        arguments = ["--enable-metrics"]
         # Two such servers run at once.
         for name, value in engine_args(model, "dsv41-sparse", max_total_tokens=100_000).items():
-            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         path = [str(ROOT), str(PROBE), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "DSV41_SPARSE_AUDIT": "1", **environment},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log[-6000:]
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                if urllib.request.urlopen(f"{self.url}/health", timeout=5).status == 200:
-                    return
-            time.sleep(1)
-        pytest.fail(f"the server was not ready after {START_SECONDS} s:\n{self.log[-6000:]}")
-
-    def generate(self, ids: list[int]) -> list[int]:
-        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        body = json.dumps({"input_ids": ids, "sampling_params": sampling}).encode()
-        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)["output_ids"]
-
-    def metrics(self) -> str:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            return answer.read().decode()
-
-    def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
+        environment |= {"DSV41_SPARSE_AUDIT": "1", "PYTHONPATH": os.pathsep.join(p for p in path if p)}
+        super().__init__(log, arguments, environment=os.environ | environment, cwd=ROOT, start_seconds=START_SECONDS)
 
 
 class Series:
@@ -117,14 +65,17 @@ def served():
     folder = Path(tempfile.mkdtemp(prefix="dsv41-audit-"))
     write_model(folder / "tiny", "tiny")
     servers = {
-        "clean": Server(folder / "tiny", folder / "audit-clean.log"),
-        "broken": Server(folder / "tiny", folder / "audit-broken.log", DSV41_BREAK_BLOCKS="1"),
+        "clean": AuditedServer(folder / "tiny", folder / "audit-clean.log"),
+        "broken": AuditedServer(folder / "tiny", folder / "audit-broken.log", DSV41_BREAK_BLOCKS="1"),
     }
     out = {}
     try:
         for name, server in servers.items():
             server.wait_ready()
-            answers = [server.generate([random.Random(n).randrange(16, 4000) for _ in range(n)]) for n in LENGTHS]
+            answers = [
+                server.generate([random.Random(n).randrange(16, 4000) for _ in range(n)], NEW_TOKENS, timeout=300)
+                for n in LENGTHS
+            ]
             page = server.metrics()
             (folder / f"audit-{name}.metrics").write_text(page)
             out[name] = answers, server.log, Series(page)

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_dsv41.kernels import expansion, scoring, selection
+from sglang_dsv41.kernels.hopper import extend
 
 # Run-time arguments by their names' endings; what is not here is a constant of the kernel.
 POINTERS = {
@@ -23,6 +24,9 @@ POINTERS = {
     "weights_ptr": "*bf16",
     "logits_ptr": "*bf16",
     "out_ptr": "*bf16",
+    "maxima_ptr": "*bf16",
+    "pool_ptr": "*u8",
+    "scales_ptr": "*fp32",
 }
 SCORING = {"H": 32, "PAGE_SLOTS": 64, "TILE": 64, "WIDE": False, "UPCAST": False}
 KERNELS = {
@@ -39,6 +43,11 @@ KERNELS = {
         8,
     ),
     "map columns": (selection._map_columns_kernel, {"TOPK": 512, "WIDTH_P2": 512, "KERNEL_BLOCK": 8}, 4),
+    "map positions": (selection._map_positions_kernel, {"TOPK": 512, "WIDTH_P2": 512, "TABLE_SLOTS": 64}, 4),
+}
+HOPPER_KERNELS = {
+    "unpack": (extend._unpack_kernel, {"TABLE_SLOTS": 256, "PAGE_SLOTS": 64, "TILE": 64}, 4),
+    "extend maxima": (extend._maxima_kernel, {"TABLE_SLOTS": 256, "PAGE_SLOTS": 64, "TILE": 256}, 4),
 }
 
 
@@ -51,7 +60,7 @@ def pointer_of(kernel, name: str) -> str:
 def main() -> None:
     capability = int(sys.argv[1])
     report = {}
-    for name, (kernel, constants, warps) in KERNELS.items():
+    for name, (kernel, constants, warps) in (KERNELS | (HOPPER_KERNELS if capability == 90 else {})).items():
         if "fp8" in name and capability < 89:
             continue  # no FP8 tensor cores; the set does not ask for them there
         signature = {

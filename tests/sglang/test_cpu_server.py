@@ -3,23 +3,16 @@
 The server runs on the test-only platform in cpu_platform/, which is on its PYTHONPATH and nowhere else.
 """
 
-import contextlib
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from sglang_dsv41 import models
+from tests.servers import Server
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.server
@@ -27,6 +20,7 @@ pytestmark = pytest.mark.server
 PLATFORM = Path(__file__).parent / "cpu_platform"
 PROMPTS = ("The capital of France is", "Once upon a time", "日本語")
 START_SECONDS = 240
+NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
@@ -57,62 +51,19 @@ def llama(tmp_path_factory):
     return folder
 
 
-class Server:
-    """An SGLang server process and its log."""
+class CpuServer(Server):
+    """An SGLang server on the test-only platform."""
 
     def __init__(self, model: Path, log: Path, *options: str, environment: dict[str, str] | None = None):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        self.log_path = log
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port"]
-        command += [self.url.rpartition(":")[2], "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
-        command += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.3", "--random-seed", "1", *options]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd=log.parent,  # not the checkout: the installed package is what is tested
-                env=server_environment() | (environment or {}),
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                pytest.fail(f"the server ended with {self.process.returncode}:\n{self.log[-4000:]}")
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                if urllib.request.urlopen(f"{self.url}/health", timeout=5).status == 200:
-                    return
-            time.sleep(0.5)
-        pytest.fail(f"the server was not ready after {START_SECONDS} s:\n{self.log[-4000:]}")
-
-    def wait_ended(self) -> int:
-        return self.process.wait(START_SECONDS)
-
-    def generate(self, text: str) -> list[int]:
-        body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
-        request = urllib.request.Request(
-            f"{self.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        arguments = ["--model-path", str(model), "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
+        arguments += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.3", "--random-seed", "1", *options]
+        super().__init__(
+            log,
+            arguments,
+            environment=server_environment() | (environment or {}),
+            cwd=log.parent,  # not the checkout: the installed package is what is tested
+            start_seconds=START_SECONDS,
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["output_ids"]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(15)
 
 
 def server_environment() -> dict[str, str]:
@@ -139,9 +90,9 @@ def answers(llama, tmp_path_factory):
     found = {}
     for name, environment in (("with", {}), ("without", {"SGLANG_PLUGINS": "dsv41_test_log"})):
         log = tmp_path_factory.mktemp("log") / f"{name}.log"
-        with Server(llama, log, environment=environment) as server:
+        with CpuServer(llama, log, environment=environment) as server:
             server.wait_ready()
-            found[name] = [server.generate(text) for text in PROMPTS], server.log
+            found[name] = [server.generate(text, NEW_TOKENS) for text in PROMPTS], server.log
     return found
 
 
@@ -165,7 +116,7 @@ def test_every_process_loaded_the_plugin(answers):
 
 def test_other_model_is_refused_by_the_backend(llama, tmp_path):
     """The server process accepts the name, the scheduler process creates the backend, and that names the model."""
-    with Server(llama, tmp_path / "refused.log", "--attention-backend", "dsv41-sparse") as server:
+    with CpuServer(llama, tmp_path / "refused.log", "--attention-backend", "dsv41-sparse") as server:
         assert server.wait_ended() != 0
         assert "invalid choice" not in server.log
         assert "dsv41-sparse" in server.log and "LlamaForCausalLM" in server.log
@@ -174,7 +125,7 @@ def test_other_model_is_refused_by_the_backend(llama, tmp_path):
 def test_switched_off_backend_is_an_invalid_choice(llama, tmp_path):
     options = ("--attention-backend", "dsv41-sparse")
     environment = {"DSV41_SPARSE_DISABLE": "1"}
-    with Server(llama, tmp_path / "off.log", *options, environment=environment) as server:
+    with CpuServer(llama, tmp_path / "off.log", *options, environment=environment) as server:
         assert server.wait_ended() == 2
         assert "invalid choice: 'dsv41-sparse'" in server.log
         assert "DSV41_SPARSE_DISABLE" in server.log

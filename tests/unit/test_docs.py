@@ -31,19 +31,7 @@ def test_troubleshooting_has_each_requirement(name):
     assert any(name in re.split(r",\s*", row.strip()) for row in rows), rows
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        envs.DISABLE,
-        envs.KERNELS,
-        envs.SCRATCH_MB,
-        envs.DEBUG,
-        envs.DENSE_EXTEND,
-        envs.EXTEND_MB,
-        envs.SHORT_GRAPHS,
-        envs.AUDIT,
-    ],
-)
+@pytest.mark.parametrize("name", envs.NAMES)
 @pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/deployment.md", "docs/troubleshooting.md"])
 def test_each_environment_variable_is_documented(name, page):
     assert name in (ROOT / page).read_text(encoding="utf-8")

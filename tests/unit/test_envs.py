@@ -4,26 +4,15 @@ import pytest
 
 from sglang_dsv41 import envs
 
-NAMES = (
-    envs.DISABLE,
-    envs.KERNELS,
-    envs.SCRATCH_MB,
-    envs.DEBUG,
-    envs.DENSE_EXTEND,
-    envs.EXTEND_MB,
-    envs.SHORT_GRAPHS,
-    envs.AUDIT,
-)
-
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for name in NAMES:
+    for name in envs.NAMES:
         monkeypatch.delenv(name, raising=False)
 
 
 def test_names_are_the_documented_ones():
-    assert NAMES == (
+    assert envs.NAMES == (
         "DSV41_SPARSE_DISABLE",
         "DSV41_SPARSE_KERNELS",
         "DSV41_SPARSE_SCRATCH_MB",

@@ -53,13 +53,13 @@ class HopperKernels(PortableKernels):
             and geometry.topk_blocks % 2 == 0
         )
 
-    def prepare_extend(self) -> bool:
+    def prepare_extend(self) -> None:
         reason = unusable(self.geometry.heads)
         if reason is not None:
             logger.warning(
                 "dsv41-sparse: the decode kernels score the dense layers of an extend, DeepGEMM cannot: %s", reason
             )
-            return False
+            return
         self.extend = ExtendScorer(
             max_context=self.buffers.max_context, tile_bytes=envs.extend_bytes(), device=self.buffers.device
         )
@@ -70,7 +70,6 @@ class HopperKernels(PortableKernels):
             self.extend.nbytes / 2**20,
             self.extend.tile_bytes / 2**20,
         )
-        return True
 
     def dense_logits_tiles(
         self, queries: IndexQueries, keys: PagedKeys, rows: SparseRows

@@ -5,8 +5,8 @@ better tool for it than ``index_logits.cuh``, which is made for few rows. It rea
 MXFP4 key becomes one exactly where the exponents of its four groups lie within 14 of each other, and so does an index
 query, which SGLang rounds to MXFP4 too; a group further below adds less than 2^-14 of the largest to a product.
 
-The scores keep fp32 where SGLang's Hopper kernels round a head's score to bf16 twice, so they differ from those, and from
-the sparse logits, in the last bits of bf16.
+The products are summed as FP8 tensor cores do, and no head's score is rounded to bf16, which SGLang's Hopper kernels do
+twice: the scores differ from those, and from the sparse logits, in the last bits of bf16.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def _e2m1_to_e4m3(code, down):
     return (tl.where(magnitude == 0, 0, bits) | ((code & 8) << 4)).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["width", "num_pages", "page_stride", "table_stride"])
+# A chunk's tiles start at any row: pointers into per-row tensors have any alignment.
+@triton.jit(
+    do_not_specialize=["width", "num_pages", "page_stride", "table_stride"],
+    do_not_specialize_on_alignment=["last_ptr", "lens_ptr", "table_ptr"],
+)
 def _unpack_kernel(
     last_ptr,  # [requests] int32, the last row of each request
     lens_ptr,  # [rows] int32
@@ -135,7 +139,10 @@ def _unpack_kernel(
         tl.store(scales_ptr + at, scale, mask=visible)
 
 
-@triton.jit(do_not_specialize=["num_pages", "logits_stride", "maxima_stride", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_pages", "logits_stride", "maxima_stride", "table_stride"],
+    do_not_specialize_on_alignment=["lens_ptr", "table_ptr"],
+)
 def _maxima_kernel(
     logits_ptr,  # [rows, width] bf16, -inf is written outside the pool
     lens_ptr,  # [rows] int32
