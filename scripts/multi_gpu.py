@@ -9,12 +9,13 @@ Parts, each alone with --only:
              it gives on the first device and the default stream
     tp       tensor parallelism 2: tokens, selections on both ranks, decode and prefill beside stock
     dp       DP attention 2: the same, with one rank idle and with unequal ranks
-    cp       context-parallel prefill over two ranks; recorded as refused as long as the backend refuses it
+    cp       context-parallel prefill over two ranks, decode on both: the same; selections on both ranks in decode, and on
+             each rank of its own rows in prefill
 
 The model is the small one with the released 40 layers and random weights, drawn so that one GPU and two ranks serve the
-same model. `tp` and `dp` first serve the prompts on one GPU. The result file has the rows of scripts/bench_server.py, each
-case named after its part, and a list `checks`: name, outcome (passed, failed, refused or not run), detail. It is written
-after every check and every case. Parts that are not run keep what the file has of them, if it is of the same commit.
+same model. `tp`, `dp` and `cp` first serve the prompts on one GPU. The result file has the rows of scripts/bench_server.py,
+each case named after its part, and a list `checks`: name, outcome (passed, failed or not run), detail. It is written after
+every check and every case. Parts that are not run keep what the file has of them, if it is of the same commit.
 
 Status: 0 when no check failed and every case was measured, 1 otherwise, 2 when the machine cannot run it.
 """
@@ -51,7 +52,9 @@ PARTS = {
     "dp": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "load_balance_method": "round_robin"},
     "cp": {"tp_size": 2, "enable_prefill_cp": True, "cp_strategy": "interleave"},
 }
-OUTCOMES = ("passed", "failed", "refused", "not run")
+OUTCOMES = ("passed", "failed", "not run")
+# Selections that every rank of a part makes, by the probe's modes; under context parallelism the rows of an extend are dealt.
+SHARED_WORK = {"tp": ("decode", "verify", "extend"), "dp": (), "cp": ("decode", "verify")}
 CASES = ("decode 8x2048", "decode 8x131072", "prefill 8x131072")
 QUICK_CASES = ("decode 8x2048", "prefill 2x32768")
 # Past the candidates' 16,384 positions a consumer has something to skip.
@@ -343,8 +346,8 @@ def probe_faults(found: dict) -> list[str]:
     return faults
 
 
-def compare_ranks(report: Report, found: Sequence[dict | None], *, same_work: bool) -> None:
-    """Judge the probe's report of each rank; with ``same_work`` (tensor parallelism) their selections must be equal."""
+def compare_ranks(report: Report, found: Sequence[dict | None], *, shared: Sequence[str]) -> None:
+    """Judge the probe's report of each rank; in the modes of ``shared`` their selections must be equal."""
     silent = [rank for rank, one in enumerate(found) if one is None]
     if silent:
         report.check("selections", "failed", f"rank {', '.join(map(str, silent))} wrote no report")
@@ -354,9 +357,11 @@ def compare_ranks(report: Report, found: Sequence[dict | None], *, same_work: bo
         rows = {mode: one[mode]["rows"] for mode in ("source", "decode", "extend")}
         detail = "; ".join(faults) or f"rows compared: {', '.join(f'{n} {mode}' for mode, n in rows.items())}"
         report.judge(f"selections of rank {rank} equal SGLang's", not faults, detail)
-    if not same_work:
+    if not shared:
         return
-    first, *others = (one["digests"] for one in found)
+    first, *others = (
+        {key: value for key, value in one["digests"].items() if key.split()[0] in shared} for one in found
+    )
     differ = sorted(
         {key for other in others for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     )
@@ -414,7 +419,7 @@ def probed(options, part: str, report: Report) -> None:
         engine.stop(gently=gently)
     paths = [Path(str(reports).replace("{rank}", str(rank))) for rank in range(NEEDED)]
     found = [json.loads(path.read_text()) if path.exists() else None for path in paths]
-    compare_ranks(report, found, same_work=part == "tp")
+    compare_ranks(report, found, shared=SHARED_WORK[part])
 
 
 def captured_graphs(log: str) -> str | None:
@@ -447,38 +452,11 @@ def run_servers(part: str, options, report: Report) -> None:
     probed(options, part, report)
 
 
-def run_context_parallel(options, report: Report) -> None:
-    one_gpu = one_gpu_tokens(options)
-    name = "prefill over two ranks equals one"
-    engine = start_engine("cp", arguments_of(options, "cp") | {"attention_backend": options.backends[1]}, options, {})
-    try:
-        engine.wait_ready()
-        tokens = alone(engine, prompts_of(options))
-    except EngineError as error:
-        refused = refusal(engine.log.read_text(errors="replace"))
-        report.check(name, "refused" if refused else "failed", refused or str(error))
-    else:
-        share = same(one_gpu["ours"], tokens)
-        report.judge(name, share == 1.0, f"{share:.2%} of the tokens agree with one GPU's")
-    finally:
-        engine.stop(gently=False)
-
-
-def refusal(log: str) -> str | None:
-    """The message of a start that our requirements ended, or None."""
-    found = re.search(
-        r"^.*(--attention-backend dsv41-sparse cannot serve this engine.*(?:\n +\d+\. .*)*)", log, re.MULTILINE
-    )
-    return found and found.group(1)
-
-
 def run_part(part: str, options, report: Report) -> None:
     report.part = part
     try:
         if part == "kernels":
             run_kernels(options, report)
-        elif part == "cp":
-            run_context_parallel(options, report)
         else:
             run_servers(part, options, report)
     except (EngineError, ValueError) as error:
@@ -497,7 +475,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="12 layers, shorter prompts, small cases and one round: does it work at all",
     )
-    add("--cases", nargs="+", default=None, metavar="CASE", help=f"of tp and dp (default: {', '.join(CASES)})")
+    add("--cases", nargs="+", default=None, metavar="CASE", help=f"of tp, dp and cp (default: {', '.join(CASES)})")
     add(
         "--rounds",
         type=int,

@@ -145,8 +145,9 @@ def extend_scorers(
 
 def allocate_rows(backend: Any, geometry: CandidateGeometry) -> RowBuffers:
     """Row buffers for the server's own limits: its requests, draft tokens, prefill chunk and context."""
-    # SGLang captures and pads decode batches to whole attention-TP groups, past its own limit of requests too.
-    group = get_parallel().attn_tp_size
+    # SGLang captures and pads decode batches to whole attention-TP and context-parallel groups, past its own limit of
+    # requests too.
+    group = get_parallel().attn_tp_size * get_parallel().attn_cp_size
     requests = -(-backend.req_to_token.shape[0] // group) * group
     # Adaptive speculation may verify more draft tokens later than it starts with.
     decode_rows = requests * (max_speculative_num_draft_tokens() or 1)

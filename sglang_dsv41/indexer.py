@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.layers.attention.dsv4.v41_indexer.scoring import prefill_index_plan
 from sglang.srt.layers.attention.dsv4.v41_indexer.sparse_table import SparseTableBackend
 from sglang.srt.layers.attention.dsv4.v41_indexer.types import (
@@ -233,14 +234,23 @@ class SparseCandidateIndexer:
             if plans is not None:
                 plans[inputs.compress_ratio] = plan
         keys = self._keys(inputs)
+        interleaved = inputs.req_rows is None
+        request_rows = None
+        if self.prefill_source is None:
+            request_rows = inputs.req_rows
+            if interleaved:
+                request_rows = torch.repeat_interleave(
+                    inputs.req_pool_indices, inputs.rows_per_request_device, output_size=inputs.positions.shape[0]
+                )
         return self.buffers.rows(
             inputs.positions,
             ratio=inputs.compress_ratio,
             block_table=inputs.kv_page_table,
             table_slots=self.page_size // inputs.compress_ratio,
-            request_rows=inputs.req_rows if self.prefill_source is None else None,
+            request_rows=request_rows,
             request_starts=plan.request_starts,
             rows_per_request=inputs.rows_per_request,
+            interleaved=interleaved,
             scheduled=scheduled,
             pool_slots=keys.pool.shape[0] * keys.page_slots,
         )

@@ -40,11 +40,15 @@ def counts_of(lens: np.ndarray, geometry: CandidateGeometry) -> tuple[int, int, 
 
 @functools.lru_cache(maxsize=8)
 def extend_counts(
-    seq_lens: tuple[int, ...], rows_per_request: tuple[int, ...], ratio: int, geometry: CandidateGeometry
+    seq_lens: tuple[int, ...],
+    rows_per_request: tuple[int, ...],
+    ratio: int,
+    geometry: CandidateGeometry,
+    stride: int = 1,
 ) -> tuple[int, int, int]:
-    """``counts_of`` the last ``rows_per_request`` tokens of requests of ``seq_lens`` tokens. The consumers of a step ask
-    for the same."""
-    ends = [np.arange(length - rows + 1, length + 1) for length, rows in zip(seq_lens, rows_per_request, strict=True)]
+    """``counts_of`` the last ``rows_per_request`` tokens of requests of ``seq_lens`` tokens, every ``stride``-th from the
+    newest back. The consumers of a step ask for the same."""
+    ends = [length - stride * np.arange(rows) for length, rows in zip(seq_lens, rows_per_request, strict=True)]
     return counts_of(np.concatenate(ends) // ratio, geometry) if ends else (0, 0, 0)
 
 
@@ -55,6 +59,9 @@ class Metrics:
         labels: label names and values of every series.
         geometry: candidate geometry of the model.
         counts_rows: whether this rank counts rows; ranks that do the same work would count them again.
+        counts_shared: whether it also counts those that every context-parallel rank has: of all steps but the extends
+            whose rows are dealt to the ranks.
+        cp_size: context-parallel ranks of prefill.
         audited: whether the audit's series are made.
         registry: a ``prometheus_client`` registry; None: the default one, which SGLang's endpoint collects.
 
@@ -67,6 +74,8 @@ class Metrics:
         geometry: CandidateGeometry,
         *,
         counts_rows: bool = True,
+        counts_shared: bool = True,
+        cp_size: int = 1,
         audited: bool = False,
         registry: Any | None = None,
     ) -> None:
@@ -74,6 +83,7 @@ class Metrics:
         from prometheus_client import REGISTRY, Counter, Histogram
 
         self.geometry, self.counts_rows = geometry, counts_rows
+        self.counts_shared, self.cp_size = counts_shared, cp_size
         self.labels = {name: str(value) for name, value in labels.items()}
         registry = REGISTRY if registry is None else registry
 
@@ -129,11 +139,19 @@ class Metrics:
             counter.inc(amount * layers)
 
     def count_extend(self, inputs: Any) -> None:
-        """Count one consumer's call on SGLang's ``PrefillInputs``, from its lists of lengths on the host."""
+        """Count one consumer's call on SGLang's ``PrefillInputs``, from its lists of lengths on the host.
+
+        Of a context-parallel rank's rows the lists tell every ``cp_size``-th position, not which one is the newest: a row
+        is taken to see up to ``cp_size - 1`` tokens more than it does.
+        """
         if not self.counts_rows or inputs.seq_lens_cpu is None or inputs.rows_per_request is None:
             return
+        dealt = inputs.req_rows is None
+        if not dealt and not self.counts_shared:
+            return
         lens, rows = tuple(inputs.seq_lens_cpu), tuple(inputs.rows_per_request)
-        self.add("extend", *extend_counts(lens, rows, inputs.compress_ratio, self.geometry))
+        stride = self.cp_size if dealt else 1
+        self.add("extend", *extend_counts(lens, rows, inputs.compress_ratio, self.geometry, stride))
 
     def count_audit(self, layer: int, findings: Sequence[RowFindings]) -> None:
         """Count what an audit of rows of one layer found."""
@@ -186,7 +204,7 @@ def count_steps(runner: Any, metrics: Metrics) -> None:
     decoding whose lengths stay on the device, ragged drafts) only the rows are counted.
     """
     forward: Callable[..., Any] = runner.forward
-    if not metrics.counts_rows or getattr(forward, "counts_steps", False):
+    if not (metrics.counts_rows and metrics.counts_shared) or getattr(forward, "counts_steps", False):
         return
     layers, ratio = len(metrics.geometry.consumer_layers), metrics.geometry.ratio
 
@@ -208,16 +226,29 @@ def count_steps(runner: Any, metrics: Metrics) -> None:
 
 @functools.cache
 def _made(
-    labels: tuple[tuple[str, str], ...], geometry: CandidateGeometry, counts_rows: bool, audited: bool
+    labels: tuple[tuple[str, str], ...],
+    geometry: CandidateGeometry,
+    counts_rows: bool,
+    audited: bool,
+    counts_shared: bool = True,
+    cp_size: int = 1,
 ) -> Metrics:
     """One set a process: a registry takes each name once."""
-    return Metrics(dict(labels), geometry, counts_rows=counts_rows, audited=audited)
+    return Metrics(
+        dict(labels),
+        geometry,
+        counts_rows=counts_rows,
+        counts_shared=counts_shared,
+        cp_size=cp_size,
+        audited=audited,
+    )
 
 
 def server_metrics(geometry: CandidateGeometry, *, audited: bool) -> Metrics | None:
     """The series of this process of a server, None without ``--enable-metrics``.
 
-    Labels are SGLang's. Rows are counted by the ranks whose statistics SGLang logs; audited rows by every rank.
+    Labels are SGLang's. Rows are counted by the ranks whose statistics SGLang logs, those that context parallelism deals
+    out by the rank that has them; audited rows by every rank.
     """
     from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
@@ -232,5 +263,12 @@ def server_metrics(geometry: CandidateGeometry, *, audited: bool) -> Metrics | N
     if parallel.dp_rank is not None:
         labels["dp_rank"] = parallel.dp_rank
     labels.update(observability.extra_metric_labels or {})
-    counts_rows = parallel.attn_tp_rank == 0 or bool(observability.enable_metrics_for_all_schedulers)
-    return _made(tuple((name, str(value)) for name, value in labels.items()), geometry, counts_rows, audited)
+    everywhere = bool(observability.enable_metrics_for_all_schedulers)
+    return _made(
+        tuple((name, str(value)) for name, value in labels.items()),
+        geometry,
+        parallel.attn_tp_rank == 0 or everywhere,
+        audited,
+        parallel.attn_cp_rank == 0 or everywhere,
+        parallel.attn_cp_size,
+    )

@@ -40,7 +40,7 @@ class EngineFacts:
         pool_stride: bytes from one index-K page to the next.
         topk_backend: SGLang's ``--dsa-topk-backend``.
         chunked_prefill_size: SGLang's ``--chunked-prefill-size``, <= 0 when off.
-        attn_cp_size, dcp_size, pp_size: ranks of attention context, decode context and pipeline parallelism.
+        dcp_size, pp_size: ranks of decode context and pipeline parallelism.
         two_batch_overlap, hisparse: features that bypass or replace the index path.
         other_phase: the backend of the phase that is not ours, "dsv4" or ours.
         forced_kernels: the ``DSV41_SPARSE_KERNELS`` in force.
@@ -57,7 +57,6 @@ class EngineFacts:
     pool_stride: int | None = None
     topk_backend: str = "sgl-kernel"
     chunked_prefill_size: int | None = None
-    attn_cp_size: int = 1
     dcp_size: int = 1
     pp_size: int = 1
     two_batch_overlap: bool = False
@@ -290,7 +289,6 @@ def _selection(facts: EngineFacts) -> list[Unmet]:
 def _serving(facts: EngineFacts) -> list[Unmet]:
     failures = []
     for size, name, flag in (
-        (facts.attn_cp_size, "prefill context parallelism", "--enable-prefill-cp and --attn-cp-size"),
         (facts.dcp_size, "decode context parallelism", "--dcp-size"),
         (facts.pp_size, "pipeline parallelism", "--pp-size"),
     ):
@@ -299,7 +297,7 @@ def _serving(facts: EngineFacts) -> list[Unmet]:
                 Unmet(
                     "parallel mode",
                     f"{name} over {size} ranks",
-                    "one rank of it; tensor, expert and data parallelism are not affected",
+                    "one rank of it; tensor, expert and data parallelism and context-parallel prefill are not affected",
                     f"Drop {flag}, or use --attention-backend dsv4.",
                 )
             )
@@ -417,7 +415,6 @@ def gather(model_runner: Any) -> EngineFacts:
     for name, value in pool_facts(model_runner.token_to_kv_pool, facts.geometry).items():
         setattr(facts, name, value)
     parallel = get_parallel()
-    facts.attn_cp_size = parallel.attn_cp_size
     facts.dcp_size = parallel.dcp_size if parallel.dcp_enabled else 1
     facts.pp_size = parallel.pp_size
     facts.other_phase = next((name for name in attention_backends() if name != BACKEND_NAME), BACKEND_NAME)

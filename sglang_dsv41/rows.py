@@ -38,6 +38,8 @@ class SparseRows:
         is_verify: whether rows are draft tokens, several a request.
         scheduled: whether the rows carry a schedule; a full top-k layer's do not.
         rows_per_request: query rows of each request in row order; None in decode and verify.
+        interleaved: whether an extend's rows are those of one context-parallel rank: grouped by request with positions
+            ascending, but not consecutive, and a request may have none.
         paged_metadata: SGLang's ``PagedIndexerMetadata`` of the step; None in extend.
         kernel_metadata: a kernel's work plan, made by the first consumer of the step and reused by the later ones.
     """
@@ -54,6 +56,7 @@ class SparseRows:
     is_verify: bool = False
     scheduled: bool = True
     rows_per_request: list[int] | None = None
+    interleaved: bool = False
     paged_metadata: Any | None = None
     kernel_metadata: Any | None = None
     pool_slots: int = MAX_SLOTS
@@ -169,6 +172,7 @@ class RowBuffers:
         request_rows: torch.Tensor | None = None,
         request_starts: torch.Tensor | None = None,
         rows_per_request: list[int] | None = None,
+        interleaved: bool = False,
         paged_metadata: Any | None = None,
         is_verify: bool = False,
         scheduled: bool = True,
@@ -227,6 +231,7 @@ class RowBuffers:
             is_verify=is_verify,
             scheduled=scheduled,
             rows_per_request=rows_per_request,
+            interleaved=interleaved,
             paged_metadata=paged_metadata,
             pool_slots=min(pool_slots, MAX_SLOTS),
         )

@@ -47,6 +47,7 @@ class CandidateSchedule(CandidateMetadata):
             sparse_indices=rows.sparse_indices[index],
             physical_blocks=rows.physical_blocks[index],
             end=rows.end[index],
+            row_indices=None if rows.row_indices is None else rows.row_indices[index],
             rows_per_request=list(rows_per_request),
             kernel_metadata=None,
         )

@@ -197,15 +197,16 @@ class World:
             out_page_indices=self.garbage(out_rows or len(rows), width),
         )
 
-    def extend(self, layer, rows, *, plans=None, slots=True, width=None, seen=None) -> PrefillInputs:
-        """``rows`` grouped by request, positions ascending; ``seen`` overrides each request's newest length."""
+    def extend(self, layer, rows, *, plans=None, slots=True, width=None, seen=None, chunk=None) -> PrefillInputs:
+        """``rows`` grouped by request, positions ascending; ``seen`` overrides each request's newest length. With
+        ``chunk`` they are one context-parallel rank's of its rows."""
         request, position, x, q_lora, table = self.row_tensors(rows)
-        order = list(dict.fromkeys(r for r, _ in rows))
+        order = list(dict.fromkeys(r for r, _ in chunk or rows))
         counts = [sum(r == one for r, _ in rows) for one in order]
-        lens = seen or [1 + max(p for r, p in rows if r == one) for one in order]
+        lens = seen or [1 + max(p for r, p in chunk or rows if r == one) for one in order]
         pool_indices = self.tensor(order)
         return PrefillInputs(
-            **self.layer_inputs(layer, request, position, x, q_lora),
+            **self.layer_inputs(layer, None if chunk else request, position, x, q_lora),
             req_pool_indices=pool_indices,
             k_slots=prefill_k_slots(
                 req_to_token=self.req_to_token, req_pool_indices=pool_indices, seq_lens_cpu=lens, ratio=self.ratio

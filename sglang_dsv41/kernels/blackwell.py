@@ -143,10 +143,11 @@ class BlackwellKernels(GpuSelection, KernelSet):
         """[rows] int32 ids; consecutive rows of one id share a K pass.
 
         Verify rows carry their request. Extend rows carry an id a pair, because DeepGEMM walks a run of equal ids once
-        a row: quadratic in a request's rows.
+        a row: quadratic in a request's rows. Those of a context-parallel rank carry an id each, as decode rows do: no
+        caller of DeepGEMM in SGLang pairs rows of an extend that are not neighbours.
         """
         count = rows.num_rows
-        if rows.rows_per_request is not None:
+        if rows.rows_per_request is not None and not rows.interleaved:
             pairs, start = [], 0
             for request_rows in rows.rows_per_request:
                 pairs += [start + (row & ~1) for row in range(request_rows)]
@@ -154,7 +155,7 @@ class BlackwellKernels(GpuSelection, KernelSet):
             return torch.tensor(pairs, dtype=torch.int32).to(rows.lens.device, non_blocking=True)
         if rows.is_verify:
             return rows.row_indices
-        # Decode rows are requests of their own; a graph's padded rows must not form one long run.
+        # Such rows are requests of their own; a graph's padded rows must not form one long run.
         return self.buffers.row_ids(count)
 
 

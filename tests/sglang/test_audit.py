@@ -42,7 +42,7 @@ def settings(monkeypatch):
         context = get_context().override_server_args(device="cpu", served_model_name="tiny", **arguments)
         context.install()
         contexts.append(context)
-        get_parallel().override_permanently(attn_tp_rank=0, tp_rank=0, pp_rank=0, dp_rank=None)
+        get_parallel().override_permanently(attn_tp_rank=0, attn_cp_rank=0, tp_rank=0, pp_rank=0, dp_rank=None)
 
     monkeypatch.delenv(envs.AUDIT, raising=False)
     monkeypatch.delenv(envs.DEBUG, raising=False)
@@ -146,6 +146,25 @@ def test_a_server_with_metrics_shows_what_a_faulty_step_did(settings, make, monk
     assert value("audit_failures_total", layer=source, check="selection_overlap") == 0
     # A second backend of the process, as SGLang makes for speculation, shares the series.
     assert make()[0].candidate_indexer.metrics is made.candidate_indexer.metrics
+
+
+def test_a_context_parallel_rank_audits_and_counts_its_own_rows(settings, make, monkeypatch, registry, caplog):
+    settings(enable_metrics=True, tp_size=2, attn_cp_size=2, enable_prefill_cp=True, cp_strategy="interleave")
+    get_parallel().override_permanently(tp_rank=1, attn_cp_rank=1)
+    monkeypatch.setenv(envs.AUDIT, "1")
+    _, runner, world = make()
+    assert not hasattr(runner.forward, "counts_steps"), "decode is every rank's; rank 0 counts it"
+    rows = span(1, 500, 7) + span(2, 60, 1) + span(3, 9, 3)
+    world.extend_step(rows[1::2], chunk=rows)
+    labels = {"model_name": "tiny", "tp_rank": "1", "pp_rank": "0"}
+    counted = registry.get_sample_value("sglang:dsv41_sparse_rows_total", labels | {"mode": "extend"})
+    assert counted == 5 * len(world.geometry.consumer_layers)
+    layers = (world.geometry.source_layer, *world.geometry.consumer_layers)
+    audited = [
+        registry.get_sample_value("sglang:dsv41_sparse_audit_rows_total", labels | {"layer": str(layer)})
+        for layer in layers
+    ]
+    assert audited == [4, 4, 4] and "FAILED" not in caplog.text
 
 
 def test_metrics_without_an_audit_load_none(settings, make, registry):

@@ -21,7 +21,7 @@ from tests.candidates import RELEASED
 @pytest.fixture
 def limits(monkeypatch):
     """SGLang's settings; 32 requests of 1,048,576 tokens and a few more, as it reserves them."""
-    made = types.SimpleNamespace(chunked_prefill_size=8192, draft_tokens=None, attn_tp_size=1)
+    made = types.SimpleNamespace(chunked_prefill_size=8192, draft_tokens=None, attn_tp_size=1, attn_cp_size=1)
     monkeypatch.setattr(backend, "get_schedule", lambda: made)
     monkeypatch.setattr(backend, "get_parallel", lambda: made)
     monkeypatch.setattr(backend, "max_speculative_num_draft_tokens", lambda: made.draft_tokens)
@@ -48,18 +48,25 @@ def test_buffers_hold_the_most_draft_tokens(limits):
     assert backend.allocate_rows(limits.backend, RELEASED).max_rows == 33 * 512
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("group, context", [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4), (4, 2)])
 @pytest.mark.parametrize("drafts", [1, 6])
-def test_buffers_hold_every_batch_that_sglang_captures(limits, group, drafts):
-    """SGLang rounds its limit of requests up to whole attention-TP groups before it captures; a small chunk hides nothing."""
-    limits.chunked_prefill_size, limits.draft_tokens, limits.attn_tp_size = 64, drafts, group
+def test_buffers_hold_every_batch_that_sglang_captures(limits, group, context, drafts):
+    """SGLang rounds its limit of requests up to whole attention-TP and context-parallel groups before it captures; a small
+    chunk hides nothing."""
+    limits.chunked_prefill_size, limits.draft_tokens = 64, drafts
+    limits.attn_tp_size, limits.attn_cp_size = group, context
+    whole = group if group % context == 0 else group * context
     for size in (1, 33, 250, 256):
         pool = torch.empty(size + 1, 4096, dtype=torch.int32, device="meta")
         runner = types.SimpleNamespace(server_args=None, req_to_token_pool=types.SimpleNamespace(size=size))
         graphs = types.SimpleNamespace(decode=types.SimpleNamespace(bs=[*range(8, 513, 8)]))
         with (
             get_context().override_server_args(
-                tp_size=2 * group, attn_dp_size=2, enable_dp_attention=True, device="cpu"
+                tp_size=2 * group * context,
+                attn_dp_size=2,
+                attn_cp_size=context,
+                enable_dp_attention=True,
+                device="cpu",
             ),
             get_exec().graph.override(cuda_graph_config=graphs),
             pytest.MonkeyPatch.context() as patch,
@@ -68,7 +75,7 @@ def test_buffers_hold_every_batch_that_sglang_captures(limits, group, drafts):
             captured, _ = base_cuda_graph_runner.get_batch_sizes_to_capture(
                 runner, drafts, gathered_buffer_required=True
             )
-        assert captured[-1] == -(-size // group) * group
+        assert captured[-1] == -(-size // whole) * whole
         limits.backend.req_to_token = pool
         assert backend.allocate_rows(limits.backend, RELEASED).max_rows >= captured[-1] * drafts
 

@@ -70,19 +70,41 @@ def test_identical_requests_with_pages_of_their_own(kernels_on):
         assert [positions_of(world, rows, out) for out in outs] == [one * 8 for one in alone]
 
 
-def test_rows_dealt_to_two_ranks(kernels_on):
-    """Every other position of a chunk on each of two ranks: a rank's rows select what they select in the whole."""
-    rows = span(1, 250, 9) + span(2, 60, 4)
-    whole = World(kernels_on).extend_step(rows)
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("dense_extend", [False, True], ids=["", "own extend"])
+def test_rows_dealt_to_two_ranks(kernels_on, dense_extend, ratio):
+    """Every other row of a chunk on each of two ranks, of one request a single row: a rank's rows select what they select
+    in the whole, though it has no row of a request and is told no row's request."""
+    rows = span(1, 250, 9) + span(4, 30, 1) + span(2, 60, 4) + span(3, 0, 3)
+    options = dict(dense_extend=dense_extend, ratio=ratio)
+    whole = World(kernels_on, **options).extend_step(rows)
     for rank in (0, 1):
-        part = [row for row in rows if row[1] % 2 == rank]
-        where = [rows.index(row) for row in part]
-        world = World(kernels_on)
-        outs = world.check_extend(part, seen=[259, 64])
-        assert outs[0].rows.lens.tolist() == [p + 1 for _, p in part]
-        for one, all_rows in zip(outs[1:], whole[1:], strict=True) if exact(world) else ():
-            assert picks(one.out_raw_indices) == [picks(all_rows.out_raw_indices)[i] for i in where]
-            assert picks(one.out_page_indices) == [picks(all_rows.out_page_indices)[i] for i in where]
+        part = rows[rank::2]
+        world = World(kernels_on, **options)
+        schedule, *outs = world.check_extend(part, chunk=rows)
+        assert outs[0].req_rows is None and outs[0].rows_per_request == [[5, 0, 2, 2], [4, 1, 2, 1]][rank]
+        assert schedule.rows.lens.tolist() == [world.visible(row) for row in part]
+        if dense_extend:
+            world.check_source(part, outs[0].out_page_indices)
+            assert schedule.rows.row_indices.tolist() == [r for r, _ in part]
+            last = schedule.tail([min(1, n) for n in outs[0].rows_per_request])
+            assert last.rows.row_indices.tolist() == list(dict.fromkeys(r for r, _ in part))
+        for one, all_rows in zip(outs, whole[1:], strict=True) if exact(world) else ():
+            assert picks(one.out_raw_indices) == picks(all_rows.out_raw_indices)[rank::2]
+            assert picks(one.out_page_indices) == picks(all_rows.out_page_indices)[rank::2]
+
+
+@pytest.mark.parametrize("dense_extend", [False, True], ids=["", "own extend"])
+def test_a_rank_whose_rows_see_nothing(kernels_on, dense_extend):
+    """The first two tokens of a request at ratio 2, dealt to two ranks: one sees no position, the other one."""
+    rows = span(1, 0, 2)
+    for rank, expected in ((0, [-1] * 16), (1, [-1] * 15 + [0])):
+        world = World(kernels_on, dense_extend=dense_extend, ratio=2)
+        schedule, *outs = world.extend_step(rows[rank:][:1], chunk=rows)
+        world.check_schedule(rows[rank:][:1], schedule)
+        assert [picks(out.out_raw_indices) for out in outs] == [[expected]] * 3
+        slots = [-1 if p == -1 else world.slot(1, p) for p in expected]
+        assert [picks(out.out_page_indices) for out in outs] == [[slots]] * 3
 
 
 def test_two_ranks_of_unequal_batches(kernels_on):

@@ -119,10 +119,21 @@ def test_choice_is_the_backend_after_resolution(models, choice):
     assert backends(resolve(models / "v41", *options)) == expected
 
 
-def test_everything_but_the_backend_resolves_as_stock(models):
-    stock, ours = (everything(resolve(models / "v41", "--attention-backend", name)) for name in ("dsv4", NAME))
+@pytest.mark.parametrize(
+    "options, cp_size",
+    [((), 1), (("--tp-size", "4", "--enable-prefill-cp", "--cp-strategy", "interleave"), 4)],
+    ids=["", "context-parallel prefill"],
+)
+def test_everything_but_the_backend_resolves_as_stock(models, monkeypatch, options, cp_size):
+    from sglang.srt.layers.cp import base
+
+    monkeypatch.setattr(base, "_STRATEGY", None)  # resolution sets it for the process
+    stock, ours = (
+        everything(resolve(models / "v41", "--attention-backend", name, *options)) for name in ("dsv4", NAME)
+    )
     assert {field for field in stock if stock[field] != ours[field]} == {"attention_backend"}
     assert ours["page_size"] == "256" and ours["kv_cache_dtype"] == "'fp8_e4m3'"
+    assert ours["attn_cp_size"] == str(cp_size)
 
 
 RESOLVE_WITHOUT = f"""

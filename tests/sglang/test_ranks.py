@@ -1,11 +1,13 @@
 """Several ranks without a GPU: SGLang's own padding, row metadata and dispatch of a DeepSeek-V4 backend, over our indexer.
 
-Two real processes, joined by gloo, run the steps of a two-rank DP attention; a backend of SGLang is made without a model,
-its index layers and pool are a World's. The attention itself has no CPU kernel and is left out.
+Two real processes, joined by gloo, run the steps of a two-rank DP attention, two more those of context-parallel prefill; a
+backend of SGLang is made without a model, its index layers and pool are a World's. The attention itself has no CPU kernel
+and is left out.
 """
 
 import functools
 import importlib.util
+import itertools
 import multiprocessing
 import tempfile
 import types
@@ -18,6 +20,8 @@ import torch
 pytest.importorskip("sglang")
 
 import sglang.srt.layers.attention.deepseek_v4_backend as v4
+import sglang.srt.layers.attention.dsa.utils as dsa_utils
+import sglang.srt.layers.cp.utils as cp
 import sglang.srt.layers.dp_attention as dp_attention
 import sglang.srt.model_executor.forward_batch_info as batches
 from sglang.srt.distributed import parallel_state
@@ -62,7 +66,7 @@ def no_attention(monkeypatch):
 class Rank:
     """SGLang's backend over a World: metadata, padding and dispatch of a step are SGLang's, the selections ours."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, bounded_replay: bool = False) -> None:
         self.world = world
         world.pool.request_window = world.pool.swa_req_ring_size = None
         world.pool.full_to_swa_index_mapping = torch.arange(int(world.req_to_token.max()) + 1, dtype=torch.int32)
@@ -92,7 +96,8 @@ class Rank:
             is_dspark_draft=False,
             trtllm_attn=False,
             mega_attn=False,
-            enable_decoder_swa_bounded_replay=False,
+            enable_decoder_swa_bounded_replay=bounded_replay,
+            model_runner=types.SimpleNamespace(spec_algorithm=types.SimpleNamespace(is_dspark=lambda: False)),
             tail_source_kv_layer_id=None,
             tail_forward_metadata=None,
             forward_metadata=None,
@@ -119,12 +124,45 @@ class Rank:
 
     def forward(self, batch: ForwardBatch) -> list[torch.Tensor]:
         """[rows, WIDTH] selections of the source and two consumers: pool slots in decode, positions in extend."""
-        world, outs = self.world, []
+        outs = self.run_layers(batch, *self.inputs(batch), batch.positions)
+        return [positions if batch.forward_mode.is_extend() else slots for positions, slots in outs]
+
+    def forward_dealt(self, batch: ForwardBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """An extend as SGLang's eager runner and model run it under prefill context parallelism, in the late layers' tail
+        where there is one: (this rank's rows, all rows in the batch's order) of each layer's positions and pool slots,
+        [rows, 2 * WIDTH]."""
+        active = cp.is_cp_active(batch)
+        if active:
+            cp.prepare_cp_forward(batch)
+        self.plan(batch)
+        x, q_lora, positions = *self.inputs(batch), batch.positions
+        if active:
+            x, q_lora = (cp.cp_shard_hidden_states(whole, batch) for whole in (x, q_lora))
+            positions = cp.cp_shard_position_ids(positions, batch)
+        entered = None
+        if self.backend.tail_forward_metadata is not None:
+            tail = self.backend.tail_forward_metadata.late_layer_tail
+            entered = self.backend.enter_late_layer_tail(batch)
+            x, q_lora, positions = tail.rows(x), tail.rows(q_lora), tail.positions
+        layers = self.run_layers(batch, x, q_lora, positions)
+        local = [torch.cat([out[: x.shape[0]] for out in layer], 1) for layer in layers]
+        whole = [cp.cp_gather_full_sequence_states(out, batch) if active else out for out in local]
+        if entered is not None:
+            self.backend.exit_late_layer_tail(entered, batch)
+        return local, whole
+
+    def inputs(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` and ``q_lora`` of every row."""
         rows = batch.positions.shape[0]
         requests = batch.req_pool_indices
         if batch.forward_mode.is_extend():
             requests = torch.repeat_interleave(requests, batch.extend_seq_lens)
         at = (torch.nn.functional.pad(requests, (0, rows - requests.shape[0])), batch.positions)
+        return self.world.x[at], self.world.q_lora[at]
+
+    def run_layers(self, batch: ForwardBatch, x, q_lora, positions) -> list[tuple]:
+        """(positions, pool slots) of the source's and two consumers' selections; positions are None in decode."""
+        world, outs = self.world, []
         for number in (SOURCE, CONSUMER, LAST):
             layer = types.SimpleNamespace(
                 layer_id=number,
@@ -135,9 +173,9 @@ class Rank:
             )
             self.backend.forward_low_ratio_sources(
                 layer=layer,
-                x=world.x[at],
-                q_lora=world.q_lora[at],
-                positions=batch.positions,
+                x=x,
+                q_lora=q_lora,
+                positions=positions,
                 forward_batch=batch,
                 run_compressor=False,
             )
@@ -145,8 +183,8 @@ class Rank:
             if metadata is not None:
                 core = metadata.core_metadata
                 extend = batch.forward_mode.is_extend()
-                out = core.sparse_raw_indices(world.ratio) if extend else core.sparse_page_indices(world.ratio)
-                outs.append(out.clone())
+                positions_out = core.sparse_raw_indices(world.ratio).clone() if extend else None
+                outs.append((positions_out, core.sparse_page_indices(world.ratio).clone()))
         return outs
 
 
@@ -217,28 +255,20 @@ STEPS = {
 }
 
 
-def join_ranks(rank: int, store: str) -> None:
-    """A TP group of two over gloo with DP attention on, as a scheduler process makes it."""
+def join_ranks(rank: int, store: str, **parallelism):
+    """A TP group of two over gloo, as a scheduler process makes it: its server's arguments and the group."""
     torch.set_num_threads(1)
-    settings = get_context().override_server_args(
-        tp_size=RANKS, dp_size=RANKS, attn_dp_size=RANKS, enable_dp_attention=True, device="cpu"
-    )
-    args = settings.install()
+    args = get_context().override_server_args(tp_size=RANKS, device="cpu", **parallelism).install()
     parallel_state.init_distributed_environment(RANKS, rank, f"file://{store}", rank, "gloo", timeout=60)
     group = parallel_state.init_model_parallel_group(
         [list(range(RANKS))], rank, "gloo", use_pynccl=False, use_custom_allreduce=False, group_name="tp"
     )
-    get_parallel().override_permanently(
-        tp_group=group, tp_rank=rank, attn_tp_rank=0, attn_dp_rank=rank, attn_cp_rank=0, pp_rank=0
-    )
-    dp_attention.initialize_dp_attention(args)
-    dp_attention.init_dp_gathered_buffer(
-        types.SimpleNamespace(hf_config=types.SimpleNamespace(), hidden_size=3 * WIDTH, dtype=torch.float32)
-    )
     # What SGLang takes on its CPU platform, which it asks for when it is imported.
     batches._is_cpu = parallel_state._is_cpu = True
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    v4._create_flashmla_metadata = lambda: None
     sglang_envs.SGLANG_FP8_PAGED_MQA_LOGITS_TORCH.set(True)
+    return args, group
 
 
 def run_step(rank: int, one: Rank, runner, step: Step) -> dict:
@@ -267,38 +297,49 @@ def run_step(rank: int, one: Rank, runner, step: Step) -> dict:
     }
 
 
-def rank_main(rank: int, store: str, results) -> None:
+def run_steps(rank: int, store: str) -> dict:
+    """What a rank of DP attention sees of every step."""
+    args, group = join_ranks(rank, store, dp_size=RANKS, attn_dp_size=RANKS, enable_dp_attention=True)
+    get_parallel().override_permanently(
+        tp_group=group, tp_rank=rank, attn_tp_rank=0, attn_dp_rank=rank, attn_cp_rank=0, pp_rank=0
+    )
+    dp_attention.initialize_dp_attention(args)
+    dp_attention.init_dp_gathered_buffer(
+        types.SimpleNamespace(hf_config=types.SimpleNamespace(), hidden_size=3 * WIDTH, dtype=torch.float32)
+    )
+    graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(bs=[8, GRAPH_BUCKET]))
+    seen = {}
+    for dense_extend in (False, True):
+        one = Rank(World("reference-cpu", dense_extend=dense_extend))
+        runner = types.SimpleNamespace(
+            attn_tp_sequence_sharded=lambda rows: False,
+            attn_backend=one.backend,
+            is_draft_worker=False,
+            model_config=types.SimpleNamespace(hf_config=PretrainedConfig(), linear_attn_registry_result=None),
+        )
+        one.backend.get_cpu_graph_seq_len_fill_value = one.backend.get_cuda_graph_seq_len_fill_value
+        one.backend.late_layer_num_tokens = lambda batch: None
+        with get_exec().graph.override(cuda_graph_config=graphs):
+            for name, step in STEPS.items():
+                seen[dense_extend, name] = run_step(rank, one, runner, step)
+    return seen
+
+
+def rank_main(run, rank: int, store: str, results) -> None:
     try:
-        join_ranks(rank, store)
-        v4._create_flashmla_metadata = lambda: None
-        graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(bs=[8, GRAPH_BUCKET]))
-        seen = {}
-        for dense_extend in (False, True):
-            one = Rank(World("reference-cpu", dense_extend=dense_extend))
-            runner = types.SimpleNamespace(
-                attn_tp_sequence_sharded=lambda rows: False,
-                attn_backend=one.backend,
-                is_draft_worker=False,
-                model_config=types.SimpleNamespace(hf_config=PretrainedConfig(), linear_attn_registry_result=None),
-            )
-            one.backend.get_cpu_graph_seq_len_fill_value = one.backend.get_cuda_graph_seq_len_fill_value
-            one.backend.late_layer_num_tokens = lambda batch: None
-            with get_exec().graph.override(cuda_graph_config=graphs):
-                for name, step in STEPS.items():
-                    seen[dense_extend, name] = run_step(rank, one, runner, step)
-        results.put((rank, seen))
+        results.put((rank, run(rank, store)))
     except BaseException as error:
         results.put((rank, error))
         raise
 
 
-@pytest.fixture(scope="module")
-def seen():
-    """What each of two processes saw of every step, by rank. They are forked: an import of SGLang takes longer than all."""
+def on_two_ranks(run) -> list[dict]:
+    """What ``run(rank, store)`` gives in each of two processes. They are forked: an import of SGLang takes longer than all."""
     fork = multiprocessing.get_context("fork")
     results = fork.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork.Process(target=rank_main, args=(r, str(Path(folder) / "store"), results)) for r in range(RANKS)]
+        store = str(Path(folder) / "store")
+        ranks = [fork.Process(target=rank_main, args=(run, rank, store, results)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
         found = dict(results.get() for _ in ranks)
@@ -307,6 +348,12 @@ def seen():
     for rank, result in found.items():
         assert isinstance(result, dict), f"rank {rank}: {result!r}"
     return [found[rank] for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What each rank of DP attention saw of every step."""
+    return on_two_ranks(run_steps)
 
 
 @functools.cache
@@ -344,6 +391,102 @@ def test_two_ranks_select_as_one(seen, name, dense_extend):
         if not rows and padded:
             assert {str(picked(line)) for line in added} == {"[[], [], []]" if mode == "IDLE" else "[[0], [0], [0]]"}
     assert start == len(selected)
+
+
+# ---- context-parallel prefill ----
+
+# The rows of all ranks; rank r has every other one from the r-th on, whoever's they are.
+CHUNKS = {
+    "several requests, one of a single row": span(1, 250, 9) + span(4, 30, 1) + span(2, 60, 4) + span(3, 0, 3),
+    "one row a request": [(1, 599), (2, 500), (3, 301), (4, 64)],
+    "a row a rank, of two tokens": span(1, 0, 2),
+    "fewer rows than ranks": [(3, 300)],
+    "longer than the late layers' window": span(1, 40, 150) + span(4, 500, 1) + span(2, 0, 131) + span(3, 64, 3),
+}
+WINDOW = 128  # tokens of each request that the late layers run over, with bounded replay
+
+
+def run_chunks(rank: int, store: str) -> dict:
+    """What a rank of context-parallel prefill sees of every chunk, and of a decode step after it."""
+    _, group = join_ranks(rank, store, attn_cp_size=RANKS, enable_prefill_cp=True, cp_strategy="interleave")
+    get_parallel().override_permanently(
+        tp_group=group, attn_cp_group=group, tp_rank=rank, attn_tp_rank=0, attn_dp_rank=0, attn_cp_rank=rank, pp_rank=0
+    )
+    architecture = types.SimpleNamespace(architectures=["DeepseekV4ForCausalLM"])
+    dsa_utils.process_model_config = lambda: types.SimpleNamespace(hf_config=architecture)
+    seen = {}
+    for ratio, dense_extend, replay in itertools.product((1, 2), (False, True), (False, True)):
+        one = Rank(World("reference-cpu", ratio=ratio, dense_extend=dense_extend, max_rows=320), bounded_replay=replay)
+        for name, rows in CHUNKS.items():
+            batch = extend_batch(rows)
+            local, whole = one.forward_dealt(batch)
+            step = decode_batch(LONG)
+            one.plan(step)
+            seen[ratio, dense_extend, replay, name] = {
+                "local": [out.tolist() for out in local],
+                "whole": [out.tolist() for out in whole],
+                "dealt": cp.is_cp_active(batch),
+                "decode": [picked(out.tolist()) for out in one.forward(step)],
+            }
+    return seen
+
+
+@pytest.fixture(scope="module")
+def dealt():
+    """What each context-parallel rank saw of every chunk."""
+    return on_two_ranks(run_chunks)
+
+
+@functools.cache
+def undealt(rows: tuple, dense_extend: bool, ratio: int) -> list:
+    """[layers][rows] (positions, pool slots) of a rank that has all rows of a chunk, by the same metadata and dispatch."""
+    world, chosen = World("reference-cpu", ratio=ratio, dense_extend=dense_extend, max_rows=320), []
+    _, whole = Rank(world).forward_dealt(extend_batch(list(rows)))
+    for layer in whole:
+        positions = picked(layer[:, :WIDTH].tolist())
+        slots = [
+            sorted(world.slot(request, p) for p in line) for (request, _), line in zip(rows, positions, strict=True)
+        ]
+        chosen.append(list(zip(positions, slots)))
+    return chosen
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("replay", [False, True], ids=["", "late layers' tail"])
+@pytest.mark.parametrize("dense_extend", [False, True], ids=["", "own extend"])
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_rows_dealt_to_context_parallel_ranks(dealt, settings, no_attention, name, ratio, dense_extend, replay):
+    """SGLang's interleaved split, row metadata and dispatch, whole chunks and the late layers' tail of them: each rank's
+    rows select the positions and slots that they select in one rank's chunk, its padding nothing. A chunk of fewer rows
+    than ranks, and decode, is every rank's."""
+    rows, ranks = CHUNKS[name], [one[ratio, dense_extend, replay, name] for one in dealt]
+    counts = {request: sum(r == request for r, _ in rows) for request, _ in rows}
+    ends = {request: max(p for r, p in rows if r == request) for request in counts}
+    kept = [i for i, (r, p) in enumerate(rows) if not replay or p > ends[r] - WINDOW]
+    assert (len(kept) < len(rows)) == (replay and max(counts.values()) > WINDOW)
+    expected = [[layer[i] for i in kept] for layer in undealt(tuple(rows), dense_extend, ratio)]
+    active = len(rows) >= RANKS
+
+    def halves(lines):
+        return picked(line[:WIDTH] for line in lines), picked(line[WIDTH:] for line in lines)
+
+    for rank, one in enumerate(ranks):
+        assert one["dealt"] == active
+        mine = [n for n, i in enumerate(kept) if not active or i % RANKS == rank]
+        for local, whole, layer in zip(one["local"], one["whole"], expected, strict=True):
+            for lines, at in ((local, mine), (whole, range(len(kept)))):
+                positions, slots = halves(lines)
+                padding = [[]] * (len(lines) - len(at))
+                assert positions == [layer[n][0] for n in at] + padding
+                # Without context parallelism SGLang's sparse prefill attention asks for positions only.
+                assert not (active or replay) or slots == [layer[n][1] for n in at] + padding
+            assert len(whole) == len(kept)
+    for layer, out in enumerate(World("reference-cpu", ratio=ratio).decode_step(LONG)[1:]):
+        assert [one["decode"][layer] for one in ranks] == [picked(out.tolist())] * RANKS
+
+
+# ---- graphs, heads and weights ----
 
 
 @pytest.mark.parametrize("ratio", [1, 2])

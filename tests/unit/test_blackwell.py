@@ -274,6 +274,18 @@ def test_extend_pairs_rows_and_expands_the_table(world, deep_gemm):
     assert torch.equal(plan.table, torch.stack([2 * expected, 2 * expected + 1], dim=2).flatten(1).to(torch.int32))
 
 
+def test_a_context_parallel_ranks_rows_are_not_paired(world, deep_gemm):
+    """They are no neighbours: each has an id of its own, as a decode row has, and so have those of a tail."""
+    rows = span(3, 0, 5) + span(4, 9, 1) + span(1, 251, 6)
+    part = rows[::2]
+    schedule, *_ = world.check_extend(part, chunk=rows)
+    assert deep_gemm.made[0].request_ids == list(range(6))
+    tail = schedule.tail([2, 0, 2])
+    last = [part[i] for i in (1, 2, 4, 5)]
+    world.indexer.consume_prefill(world.extend(LAST, last, chunk=rows), tail)
+    assert deep_gemm.made[1].request_ids == list(range(4))
+
+
 def test_extend_at_ratio_2(deep_gemm):
     """Ratio 2: an entry of SGLang's table is one page of 128 positions, and is passed on as it is."""
     world = World("blackwell-cpu", index_page=PAGE, ratio=2)

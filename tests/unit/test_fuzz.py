@@ -350,7 +350,6 @@ def test_any_engine_is_served_or_refused_with_a_message(data):
         pool_stride=st.sampled_from([None, 0, 4352, 8704, 17]),
         topk_backend=st.sampled_from(["sgl-kernel", "torch", "flashinfer"]),
         chunked_prefill_size=st.sampled_from([None, -1, 0, 1, 8192]),
-        attn_cp_size=size,
         dcp_size=size,
         pp_size=size,
         two_batch_overlap=st.booleans(),

@@ -212,6 +212,46 @@ def test_requests_without_rows():
     assert [(tile.start, tile.stop) for tile in seen] == [(0, 3), (3, 4), (4, 7), (7, 11)]
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize("tile_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_of_a_context_parallel_rank(rank, at_once, tile_bytes, monkeypatch):
+    """Every other row of a chunk, a rank without a row of its first or last request: a row scores as in the whole chunk,
+    over the keys that the rank's last row of a request sees."""
+    lens, counts = [9, 40, 41, 42, 7, 126, 127, 128, 129, 130, 131, 3, 0], [1, 3, 1, 6, 1, 1]
+    requests = [request for request, count in enumerate(counts) for _ in range(count)]
+    problem = as_extend(problem_of(lens, GEOMETRY), counts)
+    whole = {}
+    for tile, logits, maxima in scorer_of(problem).tiles(problem.queries, problem.keys, problem.rows):
+        for i, row in enumerate(range(tile.start, tile.stop)):
+            whole[row] = (logits[i, : lens[row]].tolist(), maxima[i, : -(-lens[row] // 8)].tolist())
+    mine = list(range(rank, len(lens), 2))
+    dealt = [sum(requests[row] == request for row in mine) for request in range(len(counts))]
+    assert dealt == [[1, 1, 1, 3, 0, 1], [0, 2, 0, 3, 1, 0]][rank]
+    rows = dataclasses.replace(
+        problem.rows,
+        lens=problem.rows.lens[mine],
+        block_table=problem.rows.block_table[mine],
+        rows_per_request=dealt,
+        interleaved=True,
+    )
+    queries = extend.IndexQueries(q=problem.queries.q[mine], weights=problem.queries.weights[mine])
+    scorer, seen, unpacked_by = scorer_of(problem, requests_at_once=at_once, tile_bytes=tile_bytes), [], []
+    unpack = scorer._unpack
+    monkeypatch.setattr(
+        scorer,
+        "_unpack",
+        lambda keys, rows, last, width: unpacked_by.extend(last.tolist()) or unpack(keys, rows, last, width),
+    )
+    assert scorer.takes(rows)
+    for tile, logits, maxima in scorer.tiles(queries, problem.keys, rows):
+        for i, row in enumerate(mine[tile]):
+            seen.append(row)
+            assert (logits[i, : lens[row]].tolist(), maxima[i, : -(-lens[row] // 8)].tolist()) == whole[row]
+    assert seen == mine
+    assert unpacked_by == [[0, 1, 2, 5, 6], [1, 4, 5]][rank]
+
+
 def unpacked(keys, slots):
     """The first ``slots`` pool slots, as one request of one row, unpacked."""
     problem = problem_of([slots], GEOMETRY, page_slots=keys.page_slots)

@@ -308,6 +308,7 @@ MODES = {
     "decode": ({}, False, None),
     "verify": ({"is_verify": True}, True, False),
     "extend": ({"rows_per_request": [3, 1]}, True, True),
+    "a context-parallel rank": ({"rows_per_request": [0, 3, 0, 1], "interleaved": True}, True, True),
 }
 
 

@@ -48,6 +48,11 @@ def test_counts_are_those_of_a_loop(lens):
     assert counts_of(np.array(lens), SMALL) == by_loop(lens)
 
 
+def inputs_of(seq_lens, rows, ratio=1, req_rows=()):
+    """What is read of SGLang's ``PrefillInputs``; ``req_rows`` is None where context parallelism deals rows out."""
+    return types.SimpleNamespace(seq_lens_cpu=seq_lens, rows_per_request=rows, compress_ratio=ratio, req_rows=req_rows)
+
+
 def test_a_negative_length_sees_nothing():
     assert counts_of(np.array([-1, 5]), SMALL) == by_loop([0, 5])
 
@@ -56,7 +61,7 @@ def test_a_negative_length_sees_nothing():
 def test_an_extend_counts_the_last_rows_of_each_request(registry, ratio):
     metrics = Metrics(LABELS, SMALL, registry=registry)
     seq_lens, rows = [300, 40, 1], [200, 40, 1]
-    inputs = types.SimpleNamespace(seq_lens_cpu=seq_lens, rows_per_request=rows, compress_ratio=ratio)
+    inputs = inputs_of(seq_lens, rows, ratio)
     # A token at position p sees (p + 1) // ratio positions.
     lens = [(p + 1) // ratio for n, r in zip(seq_lens, rows) for p in range(n - r, n)]
     metrics.count_extend(inputs)
@@ -70,13 +75,36 @@ def test_an_extend_counts_the_last_rows_of_each_request(registry, ratio):
 def test_an_extend_whose_lengths_the_host_does_not_know_is_not_counted(registry):
     metrics = Metrics(LABELS, SMALL, registry=registry)
     for seq_lens, rows in ((None, [1]), ([1], None)):
-        metrics.count_extend(types.SimpleNamespace(seq_lens_cpu=seq_lens, rows_per_request=rows, compress_ratio=1))
+        metrics.count_extend(inputs_of(seq_lens, rows))
     assert rows_of(registry, "extend") == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_context_parallel_rank_counts_its_own_rows(registry, rank, ratio):
+    """Its own extends whether or not it counts for all; each row less than cp_size tokens past where it stands."""
+    prefixes, extends = [100, 37, 0], [200, 3, 1]
+    starts = [sum(extends[:i]) for i in range(3)]
+    dealt = [[p + i for i in range(n) if (start + i) % 3 == rank] for p, n, start in zip(prefixes, extends, starts)]
+    seq_lens, rows = [p + n for p, n in zip(prefixes, extends)], [len(one) for one in dealt]
+    metrics = Metrics(LABELS, SMALL, counts_shared=rank == 0, cp_size=3, registry=registry)
+    metrics.count_extend(inputs_of(seq_lens, rows, ratio, req_rows=None))
+    counted = rows_of(registry, "extend")
+    off = [n - 1 - one[-1] for n, one in zip(seq_lens, dealt) if one]
+    assert all(0 <= one < 3 for one in off)
+    taken = [(p + 1 + more) // ratio for more, one in zip(off, filter(None, dealt)) for p in one]
+    assert counted == list(by_loop(taken)) and counted[0] == sum(rows)
+    # What every rank has: a chunk too small to be dealt out, decode and verify.
+    metrics.count_extend(inputs_of([9], [1], ratio))
+    assert rows_of(registry, "extend")[0] - counted[0] == (rank == 0)
+    runner = types.SimpleNamespace(forward=lambda batch: None)
+    count_steps(runner, metrics)
+    assert hasattr(runner.forward, "counts_steps") == (rank == 0)
 
 
 def test_a_rank_that_does_the_same_work_counts_no_rows(registry):
     metrics = Metrics(LABELS, SMALL, counts_rows=False, registry=registry)
-    metrics.count_extend(types.SimpleNamespace(seq_lens_cpu=[9], rows_per_request=[9], compress_ratio=1))
+    metrics.count_extend(inputs_of([9], [9]))
     assert [family.name for family in registry.collect()] == []
     runner = types.SimpleNamespace(forward=lambda batch: None)
     forward = runner.forward
@@ -241,6 +269,8 @@ def served(monkeypatch):
         tp_rank=1,
         pp_rank=0,
         attn_tp_rank=0,
+        attn_cp_rank=0,
+        attn_cp_size=1,
         dp_rank=None,
     )
     for name in ("get_observability", "get_parallel", "get_serving"):
@@ -252,8 +282,8 @@ def served(monkeypatch):
 
 
 def test_the_labels_are_sglangs(served):
-    made, (labels, geometry, counts_rows, audited) = served.ask()
-    assert made == "metrics" and geometry is SMALL and counts_rows and audited
+    made, (labels, geometry, counts_rows, audited, counts_shared, cp_size) = served.ask()
+    assert made == "metrics" and geometry is SMALL and counts_rows and audited and counts_shared and cp_size == 1
     assert dict(labels) == {"model_name": "tiny", "tp_rank": "1", "pp_rank": "0", "zone": "a"}
     served.dp_rank, served.extra_metric_labels = 3, None
     assert dict(served.ask()[1][0]) == {"model_name": "tiny", "tp_rank": "1", "pp_rank": "0", "dp_rank": "3"}
@@ -264,6 +294,13 @@ def test_ranks_of_one_attention_group_count_its_rows_once(served):
     assert served.ask()[1][2] is False
     served.enable_metrics_for_all_schedulers = True
     assert served.ask()[1][2] is True
+
+
+def test_context_parallel_ranks_count_what_all_have_once(served):
+    served.attn_cp_rank, served.attn_cp_size = 1, 4
+    assert served.ask()[1][2:] == (True, True, False, 4)
+    served.enable_metrics_for_all_schedulers = True
+    assert served.ask()[1][4] is True
 
 
 def test_no_series_without_the_option(served):

@@ -143,25 +143,25 @@ def test_engines_of_a_part_differ_from_one_gpus_by_its_parallelism():
 
 def test_checks_and_rows_are_named_after_their_part(report):
     report.judge("tokens", True, "all")
-    report.check("prefill", "refused", "the message")
+    report.check("prefill", "failed", "the message")
     report.add("decode 8x2048", "tok/s", stock=[100.0], ours=[150.0])
     content = json.loads(report.results.path.read_text())
     assert content["checks"] == [
         {"name": "tp: tokens", "outcome": "passed", "detail": "all"},
-        {"name": "tp: prefill", "outcome": "refused", "detail": "the message"},
+        {"name": "tp: prefill", "outcome": "failed", "detail": "the message"},
     ]
     assert (content["rows"][0]["case"], content["rows"][0]["ratio"]) == ("tp: decode 8x2048", 1.5)
     assert set(content) == {"name", "command", "gpu", "versions", "switches", "commit", "date", "rows", "checks"}
-    assert report.failed() == []
+    assert report.failed() == ["tp: prefill"]
 
 
 def test_what_failed_or_did_not_run_is_a_failure(report):
     report.check("a", "failed", "")
     report.check("b", "not run", "")
-    report.check("c", "refused", "")
+    report.check("c", "passed", "")
     assert report.failed() == ["tp: a", "tp: b"]
     with pytest.raises(AssertionError):
-        report.check("d", "fine", "")
+        report.check("d", "refused", "")
 
 
 @pytest.mark.parametrize("commit, kept", [("abc", ["dp: tokens"]), ("def", [])])
@@ -212,7 +212,7 @@ def test_unequal_prompts_are_judged_by_stocks(report):
 def probe_report(**changes) -> dict:
     mode = {"rows": 8, "short": 0, "missed": 0.0, "overlap": 1.0, "gap": 0.0, "blocks": 0.0}
     found = {name: dict(mode) for name in ("source", "decode", "verify", "extend")}
-    found["digests"] = {"decode 20": 7, "decode 24": 9, "verify 24": 0}
+    found["digests"] = {"decode 20": 7, "decode 24": 9, "verify 24": 0, "extend 24": 3}
     for name, change in changes.items():
         found[name] |= change
     return found
@@ -232,7 +232,7 @@ def probe_report(**changes) -> dict:
     ],
 )
 def test_selections_of_a_rank(report, changes, fault):
-    multi_gpu.compare_ranks(report, [probe_report(), probe_report(**changes)], same_work=False)
+    multi_gpu.compare_ranks(report, [probe_report(), probe_report(**changes)], shared=())
     first, second = report.checks
     assert first["outcome"] == "passed" and first["name"] == "tp: selections of rank 0 equal SGLang's"
     assert second["outcome"] == ("failed" if fault else "passed")
@@ -240,30 +240,31 @@ def test_selections_of_a_rank(report, changes, fault):
 
 
 def test_ranks_that_select_differently(report):
-    multi_gpu.compare_ranks(report, [probe_report(), probe_report(digests={"decode 24": 8})], same_work=True)
-    assert report.checks[-1]["outcome"] == "failed" and report.checks[-1]["detail"] == "differ: decode 24"
-    multi_gpu.compare_ranks(report, [probe_report(), probe_report()], same_work=True)
-    assert report.checks[-1]["outcome"] == "passed" and "2 layers and modes" in report.checks[-1]["detail"]
-    idle = dict.fromkeys(("decode 20", "decode 24"), 0)
-    multi_gpu.compare_ranks(report, [probe_report(digests=idle)] * 2, same_work=True)
-    assert report.checks[-1]["outcome"] == "failed", "nothing selected is nothing shown"
+    def judged(part, *found):
+        multi_gpu.compare_ranks(report, found, shared=multi_gpu.SHARED_WORK[part])
+        return report.checks[-1]["name"], report.checks[-1]["outcome"], report.checks[-1]["detail"]
+
+    same = "tp: ranks select the same"
+    dealt = probe_report(digests={"extend 24": 8})
+    for part, other, outcome, detail in (
+        ("tp", probe_report(digests={"decode 24": 8}), "failed", "differ: decode 24"),
+        ("tp", probe_report(), "passed", "3 layers and modes with selections, all steps equal"),
+        ("tp", dealt, "failed", "differ: extend 24"),
+        # The rows of an extend are dealt to context-parallel ranks; decode is every rank's.
+        ("cp", dealt, "passed", "2 layers and modes with selections, all steps equal"),
+        ("cp", probe_report(digests={"decode 20": 8}), "failed", "differ: decode 20"),
+    ):
+        assert judged(part, probe_report(), other) == (same, outcome, detail)
+    assert judged("dp", probe_report(), probe_report(digests={"decode 24": 8}))[0] == (
+        "tp: selections of rank 1 equal SGLang's"
+    )
+    idle = probe_report(digests=dict.fromkeys(("decode 20", "decode 24"), 0))
+    assert judged("cp", idle, idle)[1] == "failed", "nothing selected is nothing shown"
 
 
 def test_a_rank_without_a_report(report):
-    multi_gpu.compare_ranks(report, [probe_report(), None], same_work=True)
+    multi_gpu.compare_ranks(report, [probe_report(), None], shared=("decode",))
     assert [(c["outcome"], c["detail"]) for c in report.checks] == [("failed", "rank 1 wrote no report")]
-
-
-def test_the_refusal_is_read_from_a_log():
-    from sglang_dsv41.requirements import EngineFacts, RequirementsError, unmet
-
-    message = str(RequirementsError([one for one in unmet(EngineFacts(attn_cp_size=2)) if one.what == "parallel mode"]))
-    found = multi_gpu.refusal(
-        f"[TP1] Traceback\n[TP0] sglang_dsv41.requirements.RequirementsError: {message}\n[TP1] ended"
-    )
-    assert found == message.rpartition("\n")[0]
-    assert "prefill context parallelism over 2 ranks" in found
-    assert multi_gpu.refusal("CUDA out of memory") is None
 
 
 def test_captured_graphs_are_read_from_a_log():
@@ -352,16 +353,11 @@ class Engine:
         self.stopped = True
 
 
-REFUSED = (
-    "--attention-backend dsv41-sparse cannot serve this engine; 1 requirement is not met:\n  1. parallel mode: found cp"
-)
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the script on two GPUs that are not there."""
 
-    def run(*argv, wrong_tokens=0, cp_error=REFUSED, probe=probe_report):
+    def run(*argv, wrong_tokens=0, error="", probe=probe_report):
         started = []
 
         @contextlib.contextmanager
@@ -377,7 +373,7 @@ def run(tmp_path, monkeypatch):
             if "DSV41_PROBE_OUT" in environment:
                 for rank in range(2):
                     Path(environment["DSV41_PROBE_OUT"].replace("{rank}", str(rank))).write_text(json.dumps(probe()))
-            return Engine(options.log_dir / f"{name}.log", error=cp_error if name == "cp" else "")
+            return Engine(options.log_dir / f"{name}.log", error=error)
 
         monkeypatch.setattr(multi_gpu, "visible_gpus", lambda: [H200, H200])
         monkeypatch.setattr(multi_gpu, "engine_pair", engine_pair)
@@ -396,7 +392,7 @@ def run(tmp_path, monkeypatch):
 
 def test_a_whole_run(run):
     status, content, started = run()
-    assert started == [None, "tp", "tp-probed", "dp", "dp-probed", "cp"], "one GPU is served once"
+    assert started == [None, "tp", "tp-probed", "dp", "dp-probed", "cp", "cp-probed"], "one GPU is served once"
     assert [(c["name"], c["outcome"]) for c in content["checks"]] == [
         ("kernels: hopper", "passed"),
         ("tp: tokens equal stock's", "passed"),
@@ -412,11 +408,16 @@ def test_a_whole_run(run):
         ("dp: decode graphs were captured", "passed"),
         ("dp: selections of rank 0 equal SGLang's", "passed"),
         ("dp: selections of rank 1 equal SGLang's", "passed"),
-        ("cp: prefill over two ranks equals one", "refused"),
+        ("cp: tokens equal stock's", "passed"),
+        ("cp: tokens equal one GPU's", "passed"),
+        ("cp: prompts of unequal length at once", "passed"),
+        ("cp: decode graphs were captured", "passed"),
+        ("cp: selections of rank 0 equal SGLang's", "passed"),
+        ("cp: selections of rank 1 equal SGLang's", "passed"),
+        ("cp: ranks select the same", "passed"),
     ]
-    assert content["checks"][-1]["detail"] == REFUSED
     assert [row["case"] for row in content["rows"]] == [
-        f"{part}: {case}" for part in ("tp", "dp") for case in multi_gpu.QUICK_CASES
+        f"{part}: {case}" for part in ("tp", "dp", "cp") for case in multi_gpu.QUICK_CASES
     ]
     assert (content["name"], content["gpus"], content["model"]) == ("multi_gpu", 2, "tiny")
     assert content["command"].startswith("python scripts/multi_gpu.py --quick")
@@ -432,14 +433,12 @@ def test_wrong_tokens_fail_the_run(run, capsys):
 
 
 def test_an_engine_that_dies_fails_its_part_alone(run):
-    status, content, started = run("--only", "cp", "--only", "kernels", cp_error="CUDA out of memory")
-    assert status == 1 and started == [None, "cp"]
-    assert [c["outcome"] for c in content["checks"]] == ["passed", "failed"]
-
-
-def test_a_context_parallel_engine_that_starts_is_compared(run):
-    status, content, _ = run("--only", "cp", cp_error="")
-    assert status == 0 and content["checks"][0]["outcome"] == "passed"
+    status, content, started = run("--only", "cp", "--only", "kernels", error="CUDA out of memory")
+    assert status == 1 and started == [None, "cp", "cp-probed"]
+    assert [(c["name"], c["outcome"]) for c in content["checks"] if c["outcome"] != "passed"] == [
+        ("cp: servers", "failed")
+    ]
+    assert content["checks"][0] == {"name": "kernels: hopper", "outcome": "passed", "detail": "equal"}
 
 
 def test_a_case_past_the_deadline_is_not_run(run):

@@ -160,11 +160,6 @@ LACKING = {
         {"topk_backend": "flashinfer"},
         ("top-k backend", "--dsa-topk-backend flashinfer", "sgl-kernel", "Drop --dsa-topk-backend"),
     ),
-    "prefill context parallelism": (
-        HOPPER,
-        {"attn_cp_size": 2},
-        ("parallel mode", "prefill context parallelism over 2 ranks", "one rank", "--attn-cp-size"),
-    ),
     "decode context parallelism": (
         HOPPER,
         {"dcp_size": 4},
@@ -219,7 +214,6 @@ def test_all_failures_in_one_message():
         pool_stride=4352,
         index_page=12,
         topk_backend="torch",
-        attn_cp_size=2,
         dcp_size=2,
         pp_size=2,
         two_batch_overlap=True,
@@ -228,7 +222,7 @@ def test_all_failures_in_one_message():
     )
     with pytest.raises(RequirementsError) as error:
         check(facts)
-    assert len(error.value.unmet) == 12 and "12 requirements are not met" in str(error.value)
+    assert len(error.value.unmet) == 11 and "11 requirements are not met" in str(error.value)
     for number, failure in enumerate(error.value.unmet, 1):
         assert f"  {number}. {failure}" in str(error.value)
 
@@ -290,7 +284,6 @@ BAD = {
     "pool_stride": (BLACKWELL, 4352),
     "topk_backend": (HOPPER, "torch"),
     "chunked_prefill_size": (HOPPER, 0),
-    "attn_cp_size": (HOPPER, 2),
     "dcp_size": (HOPPER, 2),
     "pp_size": (HOPPER, 2),
     "two_batch_overlap": (HOPPER, True),
@@ -499,7 +492,6 @@ def test_gathered_facts_of_a_good_engine(engine):
         ("kernel.dsa_topk_backend", "torch", "--dsa-topk-backend torch"),
         ("kernel.prefill_attention_backend", "triton", "triton"),
         ("schedule.chunked_prefill_size", -1, "--chunked-prefill-size -1"),
-        ("parallel.attn_cp_size", 2, "prefill context parallelism over 2 ranks"),
         ("parallel.pp_size", 4, "pipeline parallelism over 4 ranks"),
         ("capability", (7, 5), "compute capability 7.5"),
     ],
@@ -512,6 +504,13 @@ def test_gathered_facts_reach_their_requirement(engine, path, value, what):
     setattr(owner, name, value)
     failures = unmet(requirements.gather(engine.runner))
     assert len(failures) == 1 and what in failures[0].found
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_context_parallel_prefill_is_served(engine, capability):
+    engine.parallel.attn_cp_size, engine.capability = 8, capability
+    engine.parallel.enable_prefill_cp, engine.parallel.cp_strategy = True, "interleave"
+    assert unmet(requirements.gather(engine.runner)) == []
 
 
 def test_gathered_decode_context_parallelism_and_forced_kernels(engine, monkeypatch):
