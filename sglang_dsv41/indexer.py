@@ -235,13 +235,13 @@ class SparseCandidateIndexer:
                 plans[inputs.compress_ratio] = plan
         keys = self._keys(inputs)
         interleaved = inputs.req_rows is None
-        request_rows = None
-        if self.prefill_source is None:
-            request_rows = inputs.req_rows
-            if interleaved:
-                request_rows = torch.repeat_interleave(
-                    inputs.req_pool_indices, inputs.rows_per_request_device, output_size=inputs.positions.shape[0]
-                )
+        request_rows = inputs.req_rows
+        if self.prefill_source is not None:
+            request_rows = None  # only our own dense pass asks for them
+        elif interleaved:
+            request_rows = torch.repeat_interleave(
+                inputs.req_pool_indices, inputs.rows_per_request_device, output_size=inputs.positions.shape[0]
+            )
         return self.buffers.rows(
             inputs.positions,
             ratio=inputs.compress_ratio,

@@ -230,8 +230,8 @@ def _made(
     geometry: CandidateGeometry,
     counts_rows: bool,
     audited: bool,
-    counts_shared: bool = True,
-    cp_size: int = 1,
+    counts_shared: bool,
+    cp_size: int,
 ) -> Metrics:
     """One set a process: a registry takes each name once."""
     return Metrics(

@@ -315,6 +315,6 @@ def test_one_set_of_series_a_process(monkeypatch):
     made = []
     monkeypatch.setattr(metrics, "Metrics", lambda *args, **options: made.append(1) or object())
     metrics._made.cache_clear()
-    key = ((("model_name", "tiny"),), SMALL, True, False)
+    key = ((("model_name", "tiny"),), SMALL, True, False, True, 1)
     assert metrics._made(*key) is metrics._made(*key) and made == [1]
     metrics._made.cache_clear()
